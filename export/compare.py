@@ -21,6 +21,7 @@ from capszoo.layers.engine_choice import use_engines
 __all__ = [
     "Difference",
     "EagerRunner",
+    "HALF_PROBES",
     "OnnxRunner",
     "PROBES",
     "RUNNERS",
@@ -40,6 +41,12 @@ __all__ = [
 RUNNERS = ("eager", "onnxruntime", "onnxruntime-cuda", "tensorrt", "aoti")
 
 PROBES = ("random", "zero", "constant", "x100")
+
+#: In half precision, whose range is narrow, the largest probes are those that an image can be.
+HALF_PROBES = ("random", "zero", "constant", "extremes", "brightest")
+
+#: Lowest and highest value of a pixel, of each channel or of all.
+Span = tuple[float | Sequence[float], float | Sequence[float]]
 
 #: Seconds of rest before each measurement. A runtime's threads keep spinning for some milliseconds after a run, waiting
 #: for more work, and would take a core from the next measurement.
@@ -169,23 +176,42 @@ class Difference:
         return asdict(self)
 
 
-def probe_input(probe: str, shape: Sequence[int], seed: int = 0, dtype: str = "float32") -> np.ndarray:
-    """An input: ``random`` (standard normal), ``zero``, ``constant`` (0.5) or ``x100`` (100 x random).
+def probe_input(
+    probe: str, shape: Sequence[int], seed: int = 0, dtype: str = "float32", span: Span = (0.0, 1.0)
+) -> np.ndarray:
+    """An input ``[b, c, h, w]`` for comparisons.
 
-    As ``uint8``: any values, zero, 128, or only the extremes 0 and 255.
+    Args:
+        probe: ``random`` (standard normal), ``zero``, ``constant`` (0.5), ``x100`` (100 x random), ``extremes`` (each
+            value the lowest or the highest of ``span``) or ``brightest`` (all the highest). As ``uint8``: any values,
+            zero, 128, 0 and 255 (``x100`` and ``extremes``), 255.
+        shape: of the input.
+        seed: of the random values.
+        dtype: ``float32`` or ``uint8``.
+        span: lowest and highest value of a pixel after normalisation.
+
+    Raises:
+        ValueError: an unknown probe.
     """
-    if probe not in PROBES:
-        raise ValueError(f"unknown probe {probe!r}: use one of {', '.join(PROBES)}")
+    if probe not in PROBES and probe not in HALF_PROBES:
+        known = dict.fromkeys((*PROBES, *HALF_PROBES))
+        raise ValueError(f"unknown probe {probe!r}: use one of {', '.join(known)}")
     if probe == "zero":
         return np.zeros(shape, dtype=dtype)
     generator = np.random.default_rng(seed)
     if dtype == "uint8":
         if probe == "constant":
             return np.full(shape, 128, dtype=np.uint8)
+        if probe == "brightest":
+            return np.full(shape, 255, dtype=np.uint8)
         noise = generator.integers(0, 256, shape, dtype=np.uint8)
-        return np.where(noise < 128, 0, 255).astype(np.uint8) if probe == "x100" else noise
+        return noise if probe == "random" else np.where(noise < 128, 0, 255).astype(np.uint8)
     if probe == "constant":
         return np.full(shape, 0.5, dtype=np.float32)
+    if probe in ("extremes", "brightest"):
+        low, high = (np.asarray(value, dtype=np.float32).reshape(-1, 1, 1) for value in span)
+        bright = generator.random(shape) < 0.5 if probe == "extremes" else np.ones(shape, dtype=bool)
+        return np.where(bright, high, low)
     normal = generator.standard_normal(shape, dtype=np.float32)
     return normal * np.float32(100) if probe == "x100" else normal
 
@@ -275,15 +301,16 @@ def compare_probes(
     dtype: str = "float32",
     probes: Sequence[str] = PROBES,
     scores: int | None = 0,
+    span: Span = (0.0, 1.0),
 ) -> list[Difference]:
     """One comparison per probe, at a batch of ``count`` images of ``size`` (channels, height, width).
 
-    ``scores`` as for :func:`compare_outputs`.
+    ``scores`` as for :func:`compare_outputs`, ``span`` as for :func:`probe_input`.
 
     If the batch has room for all probes, it is run once, with alternating probes: the output for an image must not
     depend on its neighbours, and a large batch of a large network takes long.
     """
-    inputs = {probe: probe_input(probe, (count, *size), count, dtype) for probe in probes}
+    inputs = {probe: probe_input(probe, (count, *size), count, dtype, span) for probe in probes}
     if count < len(probes):
         return [
             compare_runners(reference, candidate, images, probe, scores) for probe, images in inputs.items()
@@ -305,15 +332,17 @@ def compare_on_probes(
     size: tuple[int, int, int],
     dtype: str = "float32",
     scores: int | None = 0,
+    probes: Sequence[str] = PROBES,
+    span: Span = (0.0, 1.0),
 ) -> list[Difference]:
     """Every probe at the smallest, usual and largest batch; ``size`` is channels, height and width.
 
-    ``scores`` as for :func:`compare_outputs`.
+    ``scores`` as for :func:`compare_outputs`, ``span`` as for :func:`probe_input`.
     """
     return [
         difference
         for count in sorted(set(batch))
-        for difference in compare_probes(reference, candidate, count, size, dtype, scores=scores)
+        for difference in compare_probes(reference, candidate, count, size, dtype, probes, scores, span)
     ]
 
 

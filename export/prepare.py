@@ -21,9 +21,9 @@ from capszoo._verbosity import is_verbose
 from capszoo.errors import NoCapsules, UsageError, first_line
 from capszoo.exported import OnnxModel
 from capszoo.layers.engine_choice import record_engines, use_engines
-from capszoo.preprocess import model_input_size, model_transform
+from capszoo.preprocess import model_input_size, model_transform, per_channel
 
-from . import unroll
+from . import compare, unroll
 from .options import PRECISIONS, ExportOptions, collect
 from .report import ExportError
 
@@ -73,6 +73,21 @@ class PreparedModel:
     def scores_at(self) -> int | None:
         """Position of the scores among the outputs; None if they are not among them."""
         return self.output_names.index("scores") if "scores" in self.output_names else None
+
+    @property
+    def probes(self) -> tuple[str, ...]:
+        """The inputs that the gate compares on, the two of the quick gate first."""
+        return compare.HALF_PROBES if self.precision in ("fp16", "bf16") else compare.PROBES
+
+    @property
+    def span(self) -> tuple[list[float], list[float]]:
+        """Lowest and highest value of a pixel of each channel, after the normalisation that the model states."""
+        model = self.original.model if isinstance(self.original, unroll.Served) else self.original
+        cfg: dict[str, Any] = getattr(model, "pretrained_cfg", None) or {}
+        mean = per_channel(cfg.get("mean") or (0.0,), self.size[0])
+        std = per_channel(cfg.get("std") or (1.0,), self.size[0])
+        pairs = list(zip(mean, std, strict=True))
+        return [(0 - m) / s for m, s in pairs], [(1 - m) / s for m, s in pairs]
 
     def samples(self, count: int) -> np.ndarray | None:
         """The first of the real images that the options name; None without images."""

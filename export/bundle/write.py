@@ -210,7 +210,7 @@ def _write_reference(prepared: PreparedModel, path: Path) -> None:
     int8 is calibrated for values of real images: only those, up to eight.
     """
     shape, dtype = (1, *prepared.size), prepared.input_dtype
-    inputs = [compare.probe_input(probe, shape, 0, dtype) for probe in compare.PROBES]
+    inputs = [compare.probe_input(probe, shape, 0, dtype, prepared.span) for probe in prepared.probes]
     int8 = prepared.precision == "int8"
     real = prepared.samples(8 if int8 else 4)
     if real is not None:

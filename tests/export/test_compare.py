@@ -9,6 +9,7 @@ import torch
 from capszoo.errors import CapszooError
 from capszoo.export import compare
 from capszoo.export.compare import (
+    HALF_PROBES,
     PROBES,
     EagerRunner,
     OnnxRunner,
@@ -74,6 +75,18 @@ def test_probes() -> None:
     pixels = {probe: probe_input(probe, (4, 3, 8, 8), dtype="uint8") for probe in PROBES}
     assert all(x.dtype == np.uint8 for x in pixels.values()) and not pixels["zero"].any()
     assert set(np.unique(pixels["x100"])) == {0, 255} and len(np.unique(pixels["random"])) > 200
+
+
+def test_probes_of_half_precision_are_pixels_that_an_image_can_have() -> None:
+    assert not set(HALF_PROBES) & {"x100"}
+    span = ([-1.0, -2.0], [3.0, 4.0])
+    extremes, brightest = (probe_input(probe, (2, 2, 4, 4), span=span) for probe in HALF_PROBES[3:])
+    for channel in (0, 1):
+        low, high = (ends[channel] for ends in span)
+        assert set(np.unique(extremes[:, channel])) == {low, high} and (brightest[:, channel] == high).all()
+    assert extremes.dtype == brightest.dtype == np.float32
+    pixels = [probe_input(probe, (2, 2, 4, 4), dtype="uint8") for probe in HALF_PROBES[3:]]
+    assert set(np.unique(pixels[0])) == {0, 255} and (pixels[1] == 255).all()
 
 
 def test_runners() -> None:
