@@ -31,6 +31,7 @@ from .atomic import workplace
 from .options import OUTPUTS, PRECISIONS, TOLERANCES, ExportOptions, collect
 from .passes import int8
 from .passes.conv_to_matmul import convs_to_matmul
+from .passes.tidy import allow_empty_batches, fold_weights, name_outputs
 from .prepare import PreparedModel, check_images, in_own_precision, prepare, quiet
 from .report import ExportError, ExportReport, GateStep
 from .to_tensorrt import rtx_step
@@ -146,13 +147,14 @@ def write(prepared: PreparedModel, path: str | os.PathLike[str], **changes: Any)
         )
     say("tracing")
     program = _to_onnx_program(prepared, opset, options.target == "cpu")
-    proto = stripped(program.model_proto)  # unoptimised: before the exporter's optimisation
+    proto = _graph(program, prepared)  # unoptimised: before the exporter's optimisation
     plain = proto
     if options.optimize:
         say("optimising")
         with quiet(), linear_rewriting(len(plain.graph.node)):
             program.optimize()
-        proto = stripped(program.model_proto)
+            fold_weights(program)
+        proto = _graph(program, prepared)
     report = _describe(proto, target, prepared)
     if report.opset != opset:
         raise ExportError(
@@ -173,13 +175,14 @@ def write(prepared: PreparedModel, path: str | os.PathLike[str], **changes: Any)
         if options.check:
             session = Gate(report, prepared, proto, say)
             session.structure()
+            session.empty_batch(full)
             if prepared.precision == "int8":
                 assert real is not None
                 session.finite()
                 session.accuracy(real)
             else:
                 session.parity(full)
-                session.half_in_pytorch(real)
+                session.half_in_pytorch(real, full)
                 session.real_images(real)
                 session.both_graphs(plain, run=full and options.optimize)
             report.gate.append(rtx_step(temporary, report))
@@ -264,6 +267,14 @@ def _to_onnx_program(prepared: PreparedModel, opset: int, for_cpu: bool) -> Any:
     if program is None:
         raise ExportError(f"{prepared.name}: torch.onnx gave no program")
     return program
+
+
+def _graph(program: Any, prepared: PreparedModel) -> onnx.ModelProto:
+    """The graph of an ``ONNXProgram`` as other readers take it."""
+    proto = program.model_proto
+    name_outputs(proto, prepared.output_names)
+    allow_empty_batches(proto)
+    return stripped(proto)
 
 
 @contextmanager

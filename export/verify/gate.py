@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -31,6 +33,22 @@ MIN_AGREEMENT = 0.995
 
 RULES = "docs/bundle.md lists the rules for a graph"
 DETERMINISTIC = "its forward must not depend on random numbers, nor branch on values of its input"
+
+#: Prints the shapes of the outputs for a batch of 0, or that ONNX Runtime refuses it. Arguments: size, dtype.
+_EMPTY_BATCH = """
+import sys
+import numpy, onnxruntime
+options = onnxruntime.SessionOptions()
+options.log_severity_level = 4
+options.intra_op_num_threads = 1
+session = onnxruntime.InferenceSession(sys.stdin.buffer.read(), options, providers=["CPUExecutionProvider"])
+name = session.get_inputs()[0].name
+images = numpy.zeros((0, *(int(n) for n in sys.argv[1].split(","))), sys.argv[2])
+try:
+    print([list(output.shape) for output in session.run(None, {name: images})])
+except Exception as error:
+    print("refused", str(error).splitlines()[0][:200])
+"""
 
 
 class Gate:
@@ -65,6 +83,10 @@ class Gate:
     def structure(self) -> None:
         """Step 1: the checker, strict shape inference, ranks, operators, dtypes."""
         with self._step("structure") as detail:
+            named = [value.name for value in self.proto.graph.output]
+            if named != self.prepared.output_names:
+                asked = ", ".join(self.prepared.output_names)
+                raise self._fail(f"its outputs are {', '.join(named)}, asked for were {asked}")
             problems = inspect_graph(self.proto, self.report.batch)
             if problems:
                 raise self._fail(f"the graph breaks a rule: {problems[0]}", RULES)
@@ -101,7 +123,7 @@ class Gate:
         """Step 2: ONNX Runtime against eager PyTorch."""
         with self._step("parity with eager") as detail:
             eager, runtime = compare.EagerRunner(self.prepared.original), self._exported()
-            probes = compare.PROBES if full else compare.PROBES[:2]
+            probes = self._probes(full)
             for count in _probe_batches(self.report.batch, full):
                 self.say(f"parity with eager: batch {count}")
                 for difference in self._compare(eager, runtime, count, probes):
@@ -121,6 +143,39 @@ class Gate:
                     "run as float32 with the bfloat16 weights: ONNX Runtime's CPU provider has no bfloat16"
                 )
 
+    def empty_batch(self, full: bool) -> None:
+        """Step 1, last part: ONNX Runtime gives no rows for no images, in a process of its own, as it may crash."""
+        name = "an empty batch gives an empty result"
+        smallest, _, largest = self.report.batch
+        if not full or smallest == largest:
+            self.report.gate.append(GateStep(name, None, "not run: quick gate, or a fixed batch"))
+            return
+        with self._step(name) as detail:
+            proto = widened(self.proto) if self.prepared.precision == "bf16" else self.proto
+            given = subprocess.run(
+                [
+                    sys.executable,
+                    "-c",
+                    _EMPTY_BATCH,
+                    ",".join(map(str, self.prepared.size)),
+                    self.prepared.input_dtype,
+                ],
+                input=proto.SerializeToString(),
+                capture_output=True,
+                check=False,
+            )
+            said = given.stdout.decode().strip()
+            if given.returncode or not said:
+                remedy = "fix the batch with a profile of one number"
+                raise self._fail("ONNX Runtime crashes on an empty batch", remedy)
+            if said.startswith("refused"):
+                detail.append(f"ONNX Runtime raises an error: {said.removeprefix('refused ')}")
+                return
+            wanted = [[0, *shape[1:]] for shape in self.report.outputs.values()]
+            if said != str(wanted):
+                raise self._fail(f"an empty batch gives {said} in ONNX Runtime, not {wanted}")
+            detail.append(said)
+
     def finite(self) -> None:
         """Step 2 for int8: beyond the calibrated ranges values are clipped, but never NaN; every batch runs."""
         with self._step("finite on every probe") as detail:
@@ -139,7 +194,7 @@ class Gate:
             into = self.report.comparisons
             detail.append(_int8_accuracy(self.prepared, eager, runtime, real, into, self.report.accuracy))
 
-    def half_in_pytorch(self, images: RealImages | None) -> None:
+    def half_in_pytorch(self, images: RealImages | None, full: bool) -> None:
         """Step 2 for half precision: its loss, computed in PyTorch in the same precision."""
         if self.prepared.precision == "fp32":
             return
@@ -150,7 +205,7 @@ class Gate:
             )
             half.name = f"eager {self.prepared.precision}"
             count = _probe_batches(self.report.batch, full=False)[-1]
-            differences = self._compare(eager, half, count)
+            differences = self._compare(eager, half, count, self._probes(full))
             for difference in differences:
                 _check(self.prepared, difference, f"{self.prepared.precision} differs from float32")
             detail.append(f"worst {max(d.relative for d in differences):.1e} of the largest output")
@@ -176,7 +231,7 @@ class Gate:
             return
         with self._step(name) as detail:
             batches = _probe_batches(self.report.batch, full=True)
-            count = next((size for size in batches if size >= len(compare.PROBES)), batches[-1])
+            count = next((size for size in batches if size >= len(self.prepared.probes)), batches[-1])
             before, after = self._runner(plain), self._exported()
             worst = 0.0
             for difference in self._compare(before, after, count):
@@ -187,6 +242,9 @@ class Gate:
                     )
                 worst = max(worst, difference.relative)
             detail.append(f"worst {worst:.1e} of the largest output")
+
+    def _probes(self, full: bool) -> tuple[str, ...]:
+        return self.prepared.probes if full else self.prepared.probes[:2]
 
     def _exported(self) -> compare.OnnxRunner:
         return self._runner(self.proto)
@@ -204,7 +262,7 @@ class Gate:
         reference: compare.Runner,
         candidate: compare.Runner,
         count: int,
-        probes: Sequence[str] = compare.PROBES,
+        probes: Sequence[str] | None = None,
     ) -> list[compare.Difference]:
         try:
             return compare.compare_probes(
@@ -213,8 +271,9 @@ class Gate:
                 count,
                 self.prepared.size,
                 self.prepared.input_dtype,
-                probes,
+                probes or self.prepared.probes,
                 self.prepared.scores_at,
+                self.prepared.span,
             )
         except ValueError as e:
             raise self._fail(str(e)) from e
@@ -233,9 +292,12 @@ def _probe_batches(batch: tuple[int, int, int], full: bool) -> list[int]:
 
 def _check_finite(prepared: PreparedModel, found: compare.Difference) -> None:
     if not found.finite:
+        remedy = _remedy(prepared, "check the module's own output for such an input")
+        if prepared.precision == "fp16":
+            remedy = "use precision bf16, which has the range of float32, or fp32"
         raise ExportError(
             f"{prepared.name}: NaN or infinity in the output for {found.probe} input at batch {found.batch}",
-            _remedy(prepared, "check the module's own output for such an input"),
+            remedy,
         )
 
 
@@ -350,7 +412,14 @@ def verify_against_eager(prepared: PreparedModel, runner: compare.Runner) -> tup
     """
     eager, real = compare.EagerRunner(prepared.original), prepared.options.real_images
     probes = compare.compare_on_probes(
-        eager, runner, prepared.batch, prepared.size, prepared.input_dtype, prepared.scores_at
+        eager,
+        runner,
+        prepared.batch,
+        prepared.size,
+        prepared.input_dtype,
+        prepared.scores_at,
+        prepared.probes,
+        prepared.span,
     )
     for found in probes:
         if prepared.precision == "int8":

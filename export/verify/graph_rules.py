@@ -292,7 +292,14 @@ def tensors_of(proto: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
 
 
 def stripped(proto: onnx.ModelProto) -> onnx.ModelProto:
-    """The same model without the exporter's metadata: stack traces, module hierarchy, original names."""
+    """The same model without the exporter's metadata: stack traces, module hierarchy, original names, weights' shapes.
+
+    A tool that rewrites a weight would meet the old shape again, as ONNX Runtime's quantisation does.
+    """
+    weights = {tensor.name for tensor in proto.graph.initializer}
+    shapes = [value for value in proto.graph.value_info if value.name not in weights]
+    del proto.graph.value_info[:]
+    proto.graph.value_info.extend(shapes)
     del proto.metadata_props[:]
     del proto.graph.metadata_props[:]
     proto.graph.doc_string = ""

@@ -1,0 +1,130 @@
+"""Rewrite an ONNX graph, with equal results, where readers other than the exporter's own would trip over it.
+
+- An output has the name that was asked for. The exporter gives one tensor that is returned twice a name of its own.
+- What is computed from weights alone is computed once, here: some converters stop at such nodes.
+- An empty batch gives an empty result in ONNX Runtime. Its fusion of transposes into products divides by zero there,
+  which ends the process, and its sums over negative axes keep the shape of their input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import onnx
+
+__all__ = ["allow_empty_batches", "fold_weights", "name_outputs"]
+
+#: Bytes of the largest weight, and of the largest result that takes the place of the nodes that compute it.
+MAX_FOLDED = 2**26
+
+
+def fold_weights(program: Any) -> None:
+    """Compute what depends on weights alone, in place, for an ``ONNXProgram``.
+
+    Casts stay: they make float32 of weights that are stored in half precision.
+    """
+    from onnxscript import optimizer
+
+    optimizer.fold_constants(
+        program.model,
+        input_size_limit=MAX_FOLDED,
+        output_size_limit=MAX_FOLDED,
+        should_fold=lambda node: False if node.op_type == "Cast" else None,
+    )
+    optimizer.remove_unused_nodes(program.model)
+
+
+def name_outputs(proto: onnx.ModelProto, names: Sequence[str]) -> None:
+    """Give the outputs of a graph their names, in place; a tensor under two names becomes two."""
+    import onnx
+
+    graph = proto.graph
+    fixed = {value.name for value in (*graph.input, *graph.initializer)}
+    renamed: dict[str, str] = {}
+    copies: list[tuple[str, str]] = []
+    for value, name in zip(graph.output, names, strict=True):
+        if value.name in fixed or value.name in renamed:
+            copies.append((value.name, name))
+        else:
+            renamed[value.name] = name
+        value.name = name
+    taken = {output for node in graph.node for output in node.output} - renamed.keys()
+    renamed.update({name: f"{name}_inner" for name in taken.intersection(names)})
+    if all(old == new for old, new in renamed.items()) and not copies:
+        return
+    for node in graph.node:
+        for fields in (node.input, node.output):
+            fields[:] = [renamed.get(field, field) for field in fields]
+    for value in graph.value_info:
+        value.name = renamed.get(value.name, value.name)
+    for source, name in copies:
+        graph.node.append(onnx.helper.make_node("Identity", [renamed.get(source, source)], [name]))
+
+
+def allow_empty_batches(proto: onnx.ModelProto) -> None:
+    """Rewrite, in place, what ONNX Runtime 1.31 gets wrong for a batch of 0."""
+    _count_axes_from_the_front(proto)
+    _keep_transposes(proto)
+
+
+def _count_axes_from_the_front(proto: onnx.ModelProto) -> None:
+    """Positive axes for every reduction whose rank is known."""
+    import onnx
+
+    graph = proto.graph
+    known = (*graph.input, *graph.value_info)
+    ranks = {value.name: len(value.type.tensor_type.shape.dim) for value in known}
+    axes = {tensor.name: tensor for tensor in graph.initializer}
+    counted: dict[tuple[int, ...], str] = {}
+    for node in graph.node:
+        if not node.op_type.startswith("Reduce") or len(node.input) < 2 or node.input[1] not in axes:
+            continue
+        negative = onnx.numpy_helper.to_array(axes[node.input[1]]).tolist()
+        if node.input[0] not in ranks or min(negative, default=0) >= 0:
+            continue
+        positive = tuple(sorted(axis % ranks[node.input[0]] for axis in negative))
+        if positive not in counted:
+            counted[positive] = f"axes_{'_'.join(map(str, positive))}"
+            graph.initializer.append(
+                onnx.helper.make_tensor(counted[positive], onnx.TensorProto.INT64, [len(positive)], positive)
+            )
+        node.input[1] = counted[positive]
+
+
+def _keep_transposes(proto: onnx.ModelProto) -> None:
+    """Put a Reshape that changes nothing between a product and the transpose of its images, in place.
+
+    ONNX Runtime fuses a transpose that moves the first axis behind the others into the product. Where that axis is
+    the batch, an empty one crashes it. The Reshape copies every size, so that it holds for any batch.
+    """
+    import onnx
+
+    graph = proto.graph
+    shapes = {value.name: value.type.tensor_type.shape.dim for value in (*graph.input, *graph.value_info)}
+    made = {name: node for node in graph.node for name in node.output}
+    products = [node for node in graph.node if node.op_type == "MatMul"]
+    kept: dict[str, str] = {}
+    for product in products:
+        for k, name in enumerate(product.input):
+            source = made.get(name)
+            if source is not None and source.op_type == "Cast":  # also fused
+                source = made.get(source.input[0])
+            if source is None or source.op_type != "Transpose":
+                continue
+            perm = next((list(a.ints) for a in source.attribute if a.name == "perm"), [])
+            sizes = shapes.get(source.input[0])
+            moved = len(perm) > 2 and 0 in perm[-2:] and not (sizes and sizes[0].HasField("dim_value"))
+            if moved and name not in kept:
+                kept[name] = f"{name}_kept"
+                sizes_of = f"same_{len(perm)}"
+                if all(tensor.name != sizes_of for tensor in graph.initializer):
+                    zeros = [0] * len(perm)
+                    graph.initializer.append(
+                        onnx.helper.make_tensor(sizes_of, onnx.TensorProto.INT64, [len(perm)], zeros)
+                    )
+                node = onnx.helper.make_node("Reshape", [name, sizes_of], [kept[name]])
+                graph.node.insert(list(graph.node).index(product), node)
+            if moved:
+                product.input[k] = kept[name]
