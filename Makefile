@@ -11,21 +11,24 @@ STAMP := $(VENV)/.installed
 DOCS ?= .venv-docs
 # The environment of the tests for Ray and WebDataset, likewise.
 RAY ?= .venv-ray
+# The environment of the tests of other readers of ONNX files, likewise.
+RUNTIMES ?= .venv-runtimes
 
 # One thread a process: two pytest workers with two threads each are slower than two with one.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: named-python help demo test test-slow test-timm test-trt-rtx lint format bench eval-weights docs clean gpu site test-site test-ray
+.PHONY: named-python help demo test test-slow test-timm test-trt-rtx lint format bench eval-weights docs clean gpu site test-site test-ray test-runtimes
 
 help:
 	@echo "make demo          a capsule network reads real digits: predictions, heat map, ONNX file"
 	@echo "make test          lint, types and the quick tests (8 minutes on 2 idle cores)"
-	@echo "make test-slow     the exhaustive sweeps, then test-site and test-ray"
+	@echo "make test-slow     the exhaustive sweeps, then test-site, test-ray and test-runtimes"
 	@echo "make test-timm     timm's own model tests, unmodified, on our models"
 	@echo "make test-trt-rtx  NVIDIA's TensorRT-RTX parses and builds every model (downloads 150 MB under NVIDIA's licence)"
 	@echo "make site          the documentation site, in build/site (needs npm and Python 3.11 or newer)"
 	@echo "make test-site     tests of site, notebooks and app, in Chromium (part of test-slow)"
 	@echo "make test-ray      tests on a local Ray cluster (part of test-slow; downloads 200 MB)"
+	@echo "make test-runtimes other readers of our graphs: OpenVINO, onnxsim, Core ML (part of test-slow; downloads 150 MB)"
 	@echo "make lint          ruff and mypy alone"
 	@echo "make bench         time and memory of each model against a CIFAR ResNet-18"
 	@echo "make gpu           everything that needs a GPU, in steps that a second call goes on with (docs/dev/gpu.md)"
@@ -64,7 +67,7 @@ test: lint
 
 test-slow: $(STAMP)
 	$(TEST_ENV) $(PY) -m pytest -n $(JOBS) --dist worksteal -m slow --timeout 3600
-	@$(MAKE) test-site test-ray
+	@$(MAKE) test-site test-ray test-runtimes
 
 $(DOCS)/.installed: scripts/setup_beside.sh $(STAMP)
 	@sh scripts/setup_beside.sh "$(PY)" "$(DOCS)" site
@@ -83,6 +86,13 @@ $(RAY)/.installed: scripts/setup_beside.sh $(STAMP)
 test-ray: $(RAY)/.installed
 	PYTHONPATH="$(CURDIR)" $(TEST_ENV) $(RAY)/bin/python -m pytest tests/test_ray_predict.py tests/data/test_shards.py \
 		-m slow --timeout 3600
+
+$(RUNTIMES)/.installed: scripts/setup_beside.sh $(STAMP)
+	@sh scripts/setup_beside.sh "$(PY)" "$(RUNTIMES)" runtimes
+	@touch $@
+
+test-runtimes: $(RUNTIMES)/.installed
+	PYTHONPATH="$(CURDIR)" $(TEST_ENV) $(RUNTIMES)/bin/python -m pytest tests/export/test_runtimes.py -m slow --timeout 3600
 
 test-timm: $(STAMP)
 	$(TEST_ENV) $(PY) scripts/test_timm.py -n $(JOBS)

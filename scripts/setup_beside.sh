@@ -1,7 +1,8 @@
 #!/bin/sh
 # Makes an environment for a part of the project. It holds that part's libraries alone: torch and the rest come from the
 # project's environment, whose packages stand behind its own.
-# Usage: setup_beside.sh PROJECT_PYTHON FOLDER site|ray. Called by `make site`, `make test-site` and `make test-ray`.
+# Usage: setup_beside.sh PROJECT_PYTHON FOLDER site|ray|runtimes. Called by `make site`, `make test-site`, `make test-ray`
+# and `make test-runtimes`.
 set -eu
 python=$1
 folder=$2
@@ -24,7 +25,11 @@ ray)
     what="Ray and WebDataset into $folder (600 MB)"
     set -- 'ray[data]>=2.40' 'webdataset>=0.2'
     ;;
-*) fail "unknown part '$part': site or ray" ;;
+runtimes)
+    what="OpenVINO, onnxsim and coremltools into $folder (350 MB)"
+    set -- 'openvino>=2026.0' 'onnxsim>=0.6' 'coremltools>=9.0'
+    ;;
+*) fail "unknown part '$part': site, ray or runtimes" ;;
 esac
 
 version='import sys; print(sys.version_info[:2])'
