@@ -1,6 +1,6 @@
 """Write derived files (``make docs``): capszoo/catalogue.json, the tables of README.md,
 docs/models.md, recipes/README.md, docs/benchmarks.md, docs/export-benchmarks.md, docs/fine-tune-results.md and
-docs/robustness.md, docs/cli.md, docs/results.md with its curves and pictures, the example in docs/publish.md.
+docs/robustness.md, docs/cli.md, the curves and pictures of docs, the example in docs/publish.md.
 
 The sources are timm's registry (names, docstrings, parameter counts), the recipe files with their header
 comments, the metadata beside the weights, and the results of benchmarks/models.py, export.py, heads.py, transfer.py,
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -36,17 +37,20 @@ from capszoo.recipes.release.paper_results import (  # noqa: E402
     counted,
     header_line,
     paper_figures,
+    protocol_lines,
     recipe_differences,
+    sampling_error,
     seeds_note,
+    shown,
     trained_further,
+    twin_groups,
     went_on,
 )
-from capszoo.recipes.release.time_to_accuracy import draw_time_to_accuracy  # noqa: E402
+from capszoo.recipes.training.queue import QueueItem, read_queue  # noqa: E402
 from capszoo.summary import summarise  # noqa: E402
 from scripts.comparison import PROFILE, plus_minus, rows  # noqa: E402
 from scripts.help_page import help_page  # noqa: E402
-from scripts.pictures import stale_pictures, write_picture  # noqa: E402
-from scripts.results import results_page, stale_curves, stale_times, write_curves  # noqa: E402
+from scripts.pictures import stale_curves, stale_pictures, write_curves, write_picture  # noqa: E402
 
 
 def first_line(name: str) -> str:
@@ -167,6 +171,117 @@ def _unless_top1(info: WeightsInfo) -> str:
     return "" if what == "top-1" else f" ({what})"
 
 
+TWINS = """Recipes that differ in one setting. A difference within about two sampling standard errors may be chance. These
+errors are those of two independent samples of images, and leave out the variation over seeds. A difference between single
+runs does not estimate the difference of the means. For several seeds, the table has mean ± standard deviation, and the
+standard error of the difference of the means, of which chance reaches 2.8 to 4.3 with three seeds each (95%).
+
+| recipes | what differs | the papers' | ours | difference of ours |
+|---|---|---|---|---|"""
+
+
+TARGETS = """Planned runs, in the order of [recipes/queue.yaml](../recipes/queue.yaml): the paper's accuracy, our target,
+and the accuracy of the bundled file. A target with several seeds is one for their mean. The last column has the epochs
+and the profile of the bundled file, and a note.
+
+| weights | priority | paper, % | target, % | ours, % | reached | trained so far |
+|---|---:|---:|---:|---:|---|---|"""
+
+
+def _accuracy_with_error(name: str) -> tuple[str, tuple[float, float] | None]:
+    """A checkpoint's accuracy as text, and with its standard error: over the seeds, else from the number of images."""
+    info = bundled_tags().get(name)
+    test = info.metadata.metrics.get("test") if info else None
+    if not test:
+        return "not trained yet", None
+    assert info is not None and test.top1 is not None and test.n is not None
+    seeds = info.metadata.seeds.test
+    if seeds.mean is not None and seeds.sd is not None:
+        runs = len(seeds.values)
+        return f"{seeds.mean:.2f} ± {seeds.sd:.2f} ({runs} seeds)", (seeds.mean, seeds.sd / math.sqrt(runs))
+    error = sampling_error(test.top1, test.n)
+    return f"{test.top1:.2f} ± {error:.2f}", (test.top1, error)
+
+
+def _twin_lines(group: list[str]) -> list[str]:
+    base, *others = group
+    lines = []
+    base_text, base_found = _accuracy_with_error(base)
+    for name in others:
+        text, found = _accuracy_with_error(name)
+        trained = [bundled_tags()[twin].raw["recipe"] for twin in (base, name) if twin in bundled_tags()]
+        changed = recipe_differences(*(load_recipe(twin).model_dump(mode="json") for twin in (base, name)))
+        what = "; ".join(
+            f"`{key}`: {' / '.join('default' if v is None else shown(v) for v in pair)}"
+            for key, pair in changed.items()
+        )
+        # If both were trained, their actual settings must be equal, not only their recipes.
+        if len(trained) == 2 and recipe_differences(*trained).keys() - changed.keys():
+            profiles = " / ".join(f"`{one.get('profile') or 'none'}`" for one in trained)
+            what += f"; not comparable: profiles {profiles}"
+            found = None
+        papers = " / ".join(_paper_accuracies(recipe) for recipe in (base, name))
+        difference = "–"
+        if base_found and found:
+            error = math.hypot(base_found[1], found[1])
+            difference = f"{base_found[0] - found[0]:+.2f} ± {error:.2f}"
+        lines.append(f"| `{base}` / `{name}` | {what} | {papers} | {base_text} / {text} | {difference} |")
+    return lines
+
+
+def _target_line(item: QueueItem) -> str:
+    """The row of one item of the queue."""
+
+    def percent(value: float | None) -> str:
+        return "–" if value is None else f"{value:.2f}"
+
+    info = bundled_tags().get(item.tag)
+    test = info.metadata.metrics.get("test") if info else None
+    ours, reached, trained = "–", "no run yet", ""
+    if info is not None and test is not None and test.top1 is not None:
+        seeds, wanted = info.metadata.seeds.test, len(item.seeds)
+        runs = max(1, len(seeds.values))
+        mean = test.top1 if wanted == 1 or seeds.mean is None else seeds.mean
+        ours = f"{mean:.2f}" + (f" ± {seeds.sd:.2f}" if wanted > 1 and seeds.sd is not None else "")
+        reached = "no" if item.at_least is not None and mean < item.at_least else "yes"
+        if runs < wanted:
+            reached += f", {runs} of {wanted} seeds"
+        recipe = info.raw["recipe"]
+        trained = f"{recipe['epochs']} epochs, " + (
+            f"`{recipe['profile']}`" if recipe.get("profile") else "other settings"
+        )
+    trained = "; ".join(part for part in (trained, item.tried) if part) or "–"
+    row = (
+        f"`{item.tag}`",
+        f"{item.tier}",
+        percent(item.reference),
+        percent(item.at_least),
+        ours,
+        reached,
+        trained,
+    )
+    return f"| {' | '.join(row)} |"
+
+
+def _paper_accuracies(name: str) -> str:
+    recipe = load_recipe(name)
+    spec = dataset_spec(recipe.data.name)
+    raw = {"dataset": {"title": spec.title}}
+    info = WeightsInfo(recipe.arch, recipe.tag, "", 0, spec.input_size, (), (), raw=raw)
+    return ", ".join(f"{as_accuracy(figure):.2f}" for figure in paper_figures(info)) or "none"
+
+
+def twins_table() -> str:
+    """Recipes that differ in one setting, side by side."""
+    groups = [group for group in twin_groups() if any(name in bundled_tags() for name in group)]
+    return "\n".join([TWINS, *(line for group in groups for line in _twin_lines(group))])
+
+
+def targets_table() -> str:
+    """The planned runs and what they have reached."""
+    return "\n".join([TARGETS, *map(_target_line, read_queue())])
+
+
 def recipe_table() -> str:
     """The recipes: the papers' results, ours, the commands, the cost of a run."""
     lines = [
@@ -222,6 +337,9 @@ def catalogue() -> str:
     for name in (*capszoo.list_models(), *capszoo.list_pretrained()):
         entry = summarise(name).to_dict()
         del entry["weights"]  # read from their metadata files
+        if info := bundled_tags().get(name):
+            entry["command"] = train_command(info)
+            entry["protocol"] = [line.removeprefix("- ") for line in protocol_lines(info)]
         entries.append("  " + json.dumps(entry, ensure_ascii=False))
     data = {name: load_recipe(name).data.name for name in list_recipes()}
     trained = json.dumps(data, indent=1).replace("\n", "\n ")
@@ -289,6 +407,8 @@ def outputs() -> dict[Path, str]:
             "models": model_table(),
             "defaults": defaults_table(),
             "results": results_table(),
+            "twins": twins_table(),
+            "targets": targets_table(),
         },
         ROOT / "recipes" / "README.md": {"recipes": recipe_table()},
         ROOT / "docs" / "export-benchmarks.md": {"models": export_table()},
@@ -309,7 +429,6 @@ def outputs() -> dict[Path, str]:
         CATALOGUE: catalogue(),
         **{page: filled(page, content) for page, content in blocks.items()},
         ROOT / "docs" / "cli.md": help_page(),
-        ROOT / "docs" / "results.md": results_page(),
     }
 
 
@@ -327,10 +446,6 @@ def main() -> int:
             stale.append(str(path.relative_to(ROOT)))
             if not check:
                 path.write_text(content, encoding="utf-8")
-    for path in stale_times(ROOT / "docs"):
-        stale.append(str(path.relative_to(ROOT)))
-        if not check:
-            draw_time_to_accuracy(path, list(bundled_tags().values()))
     for path in stale_curves(ROOT / "docs"):
         stale.append(str(path.relative_to(ROOT)))
         if not check:

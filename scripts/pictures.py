@@ -1,4 +1,6 @@
-"""Pictures of the checkpoints' results, `docs/pictures`, on real test images stored with the tests (by `make docs`).
+"""Pictures of the checkpoints (by `make docs`): `docs/pictures`, on real test images stored with the tests.
+
+`docs/curves` has the curves of their training.
 
 For each checkpoint with routing, the heat maps of a few images; for each with a decoder, reconstructions of images
 that it classifies correctly and of some that it does not. A picture states its weights, and is drawn again when
@@ -7,6 +9,8 @@ they change; other versions of PyTorch or matplotlib may change a pixel, which n
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -23,7 +27,9 @@ from capszoo.explain import explain, save_figure, save_heat_grid
 from capszoo.explain.heat_map import MEANINGS
 from capszoo.explain.reconstructions import answers, overlaps, save_answers, save_overlaps
 from capszoo.models._pretrained import WeightsInfo, bundled_tags
+from capszoo.recipes.evaluation.plots import draw_curves
 from capszoo.recipes.evaluation.target import create_for, prepare
+from capszoo.recipes.training.history import records_of
 from tests.support import is_packed, packed
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -178,3 +184,35 @@ def _draw_decoded(info: WeightsInfo, images: ImageSet, path: Path, about: str) -
     if not found:
         raise CapszooError(f"{info.name} answered nothing", "its weights or the packed images are damaged")
     save_answers(found, path, about, f"{info.name}: {DECODED}")
+
+
+def curve_file(docs: Path, name: str) -> Path:
+    """Path of the picture of a checkpoint's training."""
+    return docs / "curves" / f"{name}.svg"
+
+
+def _curve_source(info: WeightsInfo) -> str:
+    """Source of a picture's data, as stated in the picture."""
+    history = json.dumps(info.metadata.history)
+    return f"training of {info.name}, history {hashlib.sha256(history.encode()).hexdigest()[:16]}, style 2"
+
+
+def stale_curves(docs: Path) -> list[Path]:
+    """Pictures that are missing, or drawn from another history, or of a checkpoint that no longer exists."""
+    sources = {
+        curve_file(docs, name): _curve_source(info)
+        for name, info in bundled_tags().items()
+        if info.metadata.history
+    }
+    there = sorted((docs / "curves").glob("*.svg"))
+    return stale_files(sources, there, lambda path, source: source in path.read_text(encoding="utf-8"))
+
+
+def write_curves(path: Path) -> None:
+    """Draw the picture again, or remove it if its checkpoint no longer exists."""
+    info = bundled_tags().get(path.stem)
+    if info is None:
+        path.unlink()
+        return
+    path.parent.mkdir(exist_ok=True)
+    draw_curves(path, info.name, records_of(info.metadata.history), Description=_curve_source(info))

@@ -1,6 +1,6 @@
 """A checkpoint's results: ours compared with the papers', the settings that differ, its twins.
 
-This module writes the README's table, `docs/results.md` and the model cards, from the metadata beside the
+This module writes the README's table, docs/models.md and the model cards, from the metadata beside the
 weights: no number is typed twice.
 """
 

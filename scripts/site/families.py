@@ -18,8 +18,9 @@ from capszoo.models import MODULES
 from capszoo.models._pretrained import WeightsInfo, bundled_tags
 from capszoo.preprocess import model_input_size
 from capszoo.recipes.release.model_card import paper_link
-from capszoo.recipes.release.paper_results import counted, seeds_note
+from capszoo.recipes.release.paper_results import counted, protocol_lines, seeds_note
 from scripts.generate import first_line, stored
+from scripts.pictures import caption, kinds_of
 from scripts.site.reference import docstring
 
 __all__ = ["FAMILIES", "diagram", "example_code", "family_pages", "models_of", "shapes"]
@@ -296,11 +297,9 @@ def _weights(names: list[str]) -> list[str]:
         rows.append(
             f"| `{name}` | {info.metadata.dataset.name} | {accuracy} | {test['n']:,} | {counted(info)} |"
         )
-        for kind, file in (
-            ("Training curves", f"curves/{name}.svg"),
-            ("Couplings", f"pictures/{name}.heat.png"),
-            ("Decoded capsules", f"pictures/{name}.decoded.png"),
-        ):
-            if (Path(__file__).resolve().parents[2] / "docs" / file).is_file():
-                parts.append(f"![{kind} of {name}](../{file})")
-    return ["## Weights", "\n".join(rows), "How each came about: [results](../results.md).", *parts]
+        parts += [f"### {name}", "\n".join(protocol_lines(info))]
+        if info.metadata.history:
+            parts.append(f"![Training curves of {name}](../curves/{name}.svg)")
+        for kind in kinds_of(info):
+            parts.append(f"{caption(info, kind)}.\n\n![{kind} of {name}](../pictures/{name}.{kind}.png)")
+    return ["## Weights", "\n".join(rows), *parts]

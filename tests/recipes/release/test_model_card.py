@@ -32,6 +32,7 @@ from capszoo.recipes.release.paper_results import (
     settings_unlike_the_recipe,
     twin_groups,
 )
+from scripts import pictures
 from tests.support import load_script
 
 OURS = "resnet20_routingpool.cifar10"
@@ -242,33 +243,27 @@ def test_twins_differ_in_one_thing() -> None:
     assert sampling_error(90.0, 900) == pytest.approx(1.0)
 
 
-def test_the_page_of_results(root: Path, tmp_path: Path) -> None:
-    results = load_script(root / "scripts" / "results.py")
-    page = (root / "docs" / "results.md").read_text(encoding="utf-8")
-    assert page == results.results_page(), "out of date: make docs"
-    for name, info in bundled_tags().items():
-        assert f"\n## {name}\n" in page and f"](curves/{name}.svg)" in page
-        assert f"| **this file** | {info.raw['metrics']['test']['top1']:.2f}" in page
-    assert results.stale_curves(root / "docs") == []
-    missing = results.stale_curves(tmp_path)
+def test_curves_of_the_checkpoints(root: Path, tmp_path: Path) -> None:
+    assert pictures.stale_curves(root / "docs") == []
+    missing = pictures.stale_curves(tmp_path)
     assert {path.stem for path in missing} == set(bundled_tags())
-    results.write_curves(missing[0])
+    pictures.write_curves(missing[0])
     (tmp_path / "curves" / "gone.mnist.svg").write_text("<svg/>")
-    assert len(results.stale_curves(tmp_path)) == len(missing)
-    results.write_curves(tmp_path / "curves" / "gone.mnist.svg")
+    assert len(pictures.stale_curves(tmp_path)) == len(missing)
+    pictures.write_curves(tmp_path / "curves" / "gone.mnist.svg")
     assert [path.name for path in (tmp_path / "curves").iterdir()] == [missing[0].name]
 
 
 def test_twins_side_by_side(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    results = load_script(root / "scripts" / "results.py")
+    generate = load_script(root / "scripts" / "generate.py")
     bundled = bundled_tags()[OURS]
     ours = replace(bundled, raw={key: value for key, value in bundled.raw.items() if key != "seeds"})
     raw = json.loads(json.dumps(ours.raw))
     raw["recipe"]["model_args"] = {"pool": "avg"}
     raw["metrics"]["test"]["top1"] -= 0.5
     twin = replace(ours, tag="cifar10_avg", raw=raw)
-    monkeypatch.setattr(results, "bundled_tags", lambda: {OURS: ours, f"{OURS}_avg": twin})
-    (line,) = results._twin_lines([OURS, f"{OURS}_avg"])
+    monkeypatch.setattr(generate, "bundled_tags", lambda: {OURS: ours, f"{OURS}_avg": twin})
+    (line,) = generate._twin_lines([OURS, f"{OURS}_avg"])
     assert "`model_args.pool`: default / avg |" in line and "| 91.51 / 91.27 |" in line
     assert re.search(r"\| \+0\.50 ± 0\.\d\d \|$", line)
 
@@ -276,20 +271,20 @@ def test_twins_side_by_side(root: Path, monkeypatch: pytest.MonkeyPatch) -> None
     for one, values in ((ours, (91.0, 92.0, 93.0)), (twin, (90.0, 91.0, 92.0))):
         seeds = {"test": {"values": values, "mean": statistics.fmean(values), "sd": 1.0, "n": 10_000}}
         known[f"{OURS}{'_avg' * (one is twin)}"] = replace(one, raw=one.raw | {"seeds": seeds})
-    monkeypatch.setattr(results, "bundled_tags", lambda: known)
-    (line,) = results._twin_lines([OURS, f"{OURS}_avg"])
+    monkeypatch.setattr(generate, "bundled_tags", lambda: known)
+    (line,) = generate._twin_lines([OURS, f"{OURS}_avg"])
     assert "92.00 ± 1.00 (3 seeds) / 91.00 ± 1.00 (3 seeds) | +1.00 ± 0.82 |" in line
 
     other = raw["recipe"] | {"epochs": 20, "profile": "comparison"}  # of another run: no twin to compare with
     known[f"{OURS}_avg"] = replace(twin, raw=raw | {"recipe": other})
-    (line,) = results._twin_lines([OURS, f"{OURS}_avg"])
+    (line,) = generate._twin_lines([OURS, f"{OURS}_avg"])
     assert "not comparable: profiles `regularised` / `comparison` |" in line and line.endswith("| – |")
 
 
 def test_targets_are_compared_with_the_bundled_files(root: Path) -> None:
     from capszoo.recipes.training.queue import QueueItem, read_queue
 
-    line = load_script(root / "scripts" / "results.py")._target_line
+    line = load_script(root / "scripts" / "generate.py")._target_line
     cells = line(QueueItem(tag=SEEDED, tier=1, at_least=99.0, tried="why")).strip("| ").split(" | ")
     stated = bundled_tags()[SEEDED].raw
     assert cells[:4] == [f"`{SEEDED}`", "1", "–", "99.00"]
@@ -303,7 +298,7 @@ def test_targets_are_compared_with_the_bundled_files(root: Path) -> None:
     )
     untrained = next(item.tag for item in read_queue() if item.tag not in bundled_tags())
     assert "| – | no run yet | – |" in line(QueueItem(tag=untrained))
-    page = (root / "docs" / "results.md").read_text(encoding="utf-8")
+    page = (root / "docs" / "models.md").read_text(encoding="utf-8")
     assert all(f"| `{item.tag}` |" in page for item in read_queue())
 
 
