@@ -171,18 +171,19 @@ def _unless_top1(info: WeightsInfo) -> str:
     return "" if what == "top-1" else f" ({what})"
 
 
-TWINS = """Recipes that differ in one setting. A difference within about two sampling standard errors may be chance. These
-errors are those of two independent samples of images, and leave out the variation over seeds. A difference between single
-runs does not estimate the difference of the means. For several seeds, the table has mean ± standard deviation, and the
-standard error of the difference of the means, of which chance reaches 2.8 to 4.3 with three seeds each (95%).
+TWINS = """Recipes that differ in one setting. A difference within about two sampling standard errors may be chance.
+These errors are those of two independent samples of images, and leave out the variation over seeds. A difference
+between single runs does not estimate the difference of the means. For several seeds, the table has mean ± standard
+deviation, and the standard error of the difference of the means, of which chance reaches 2.8 to 4.3 with three seeds
+each (95%).
 
 | recipes | what differs | the papers' | ours | difference of ours |
 |---|---|---|---|---|"""
 
 
-TARGETS = """Planned runs, in the order of [recipes/queue.yaml](../recipes/queue.yaml): the paper's accuracy, our target,
-and the accuracy of the bundled file. A target with several seeds is one for their mean. The last column has the epochs
-and the profile of the bundled file, and a note.
+TARGETS = """Planned runs, in the order of [recipes/queue.yaml](../recipes/queue.yaml): the paper's accuracy, our
+target, and the accuracy of the bundled file. A target with several seeds is one for their mean. The last column has
+the epochs and the profile of the bundled file, and a note.
 
 | weights | priority | paper, % | target, % | ours, % | reached | trained so far |
 |---|---:|---:|---:|---:|---|---|"""

@@ -180,7 +180,15 @@ def test_info_without_torch_says_what_the_model_says() -> None:
     from capszoo.summary import summarise
 
     for name in (MODEL, f"{MODEL}.mnist"):
-        assert describe(name) == json.loads(json.dumps(summarise(name).to_dict()))
+        about = describe(name)
+        how = {key: about.pop(key) for key in ("command", "protocol") if key in about}
+        assert about == json.loads(json.dumps(summarise(name).to_dict()))
+        assert bool(how) == ("." in name), "how a checkpoint was trained"
+
+
+def test_info_of_a_checkpoint_prints_its_command_and_protocol() -> None:
+    shown = succeeds("info", f"{MODEL}.mnist")
+    assert f"capszoo train {MODEL}.mnist" in shown and "No epoch was selected by it" in shown
 
 
 def test_wrong_model_name_suggests_the_right_one(pictures: Path) -> None:
