@@ -15,8 +15,9 @@ trace through the choice, which therefore compares plain values and formats no s
 from typing import Any, ClassVar, Dict, List, NamedTuple, Optional, Tuple, Type
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from ._forward_methods import ForwardMethods
 from ._precision import working_type
 from ._tracing import is_tracing, is_transformed
 from .engine_choice import NAMES, STATE, Choice
@@ -158,7 +159,7 @@ class Reference(Engine):
         return layer.reference(inputs, call.num_iters, call.couplings)
 
 
-class RoutingLayer(nn.Module):
+class RoutingLayer(ForwardMethods):
     """A layer whose routing has engines.
 
     A subclass sets ``engines``, writes :meth:`reference` and :meth:`sizes`, and calls :meth:`compute`. The reference
@@ -186,6 +187,17 @@ class RoutingLayer(nn.Module):
             need_couplings: whether to return the couplings of the last iteration.
         """
         raise NotImplementedError
+
+    def may_read_children(self) -> bool:
+        """Whether weights of child modules may be read without a call: :meth:`children_are_plain`, or TorchScript."""
+        if not torch.jit.is_scripting():
+            return self.children_are_plain()
+        return True
+
+    @torch.jit.unused
+    def children_are_plain(self) -> bool:
+        """Whether the child modules whose weights a reference reads are those that the layer made, without hooks."""
+        return True
 
     @torch.jit.unused
     def sizes(self, inputs: List[Tensor]) -> Tuple[int, int, int, int, int]:

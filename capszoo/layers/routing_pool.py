@@ -37,6 +37,7 @@ from typing import List, Tuple, Union
 import torch
 from torch import Tensor, nn
 
+from ._forward_methods import forward_method
 from ._precision import upcast_half
 from ._ranges import at_least
 from ._windows import split_axis
@@ -268,8 +269,12 @@ class RoutingPool2d(RoutingLayer):
             return self._average(x)
         return self._as_map(x, self.compute([self.capsules(x)], self.num_iters, False).poses[0])
 
+    @forward_method
     def route(self, x: Tensor) -> Tuple[Tensor, Tensor]:
         """Like :meth:`forward`, but also return :meth:`couplings`."""
+        return self._route(x)
+
+    def _route(self, x: Tensor) -> Tuple[Tensor, Tensor]:
         h, w = x.shape[2], x.shape[3]
         routed = self.compute([self.capsules(x)], self.num_iters, True)
         pooled = self._average(x) if self.averages else self._as_map(x, routed.poses[0])
@@ -278,9 +283,10 @@ class RoutingPool2d(RoutingLayer):
         c = c.reshape(-1, self.rows, self.cols, h // self.rows, w // self.cols)
         return pooled, c.transpose(2, 3).reshape(-1, x.shape[1] // self.caps_dim, h, w)
 
+    @forward_method
     def couplings(self, x: Tensor) -> Tensor:
         """Contribution of each position: ``[b, C, h, w] -> [b, groups, h, w]``; sums to 1 over each cell."""
-        return self.route(x)[1]
+        return self._route(x)[1]
 
     def _average(self, x: Tensor) -> Tensor:
         """Average pooling, in the input's layout and reduction order."""
@@ -382,11 +388,13 @@ class RoutingCaps(RoutingLayer):
         x = inputs[0]
         return 1, x.shape[1] * x.shape[2], self.out_caps, self.in_dim, self.out_dim
 
+    @forward_method
     def votes(self, x: Tensor) -> Tensor:
         """Feature map to votes ``[b, out_caps, in_types * h * w, out_dim]``, which routing does not store."""
         weight = self.weight.unflatten(1, (self.in_types, self.in_dim))  # [n, g, d, e]
         return torch.einsum("bgld,ngde->bngle", self._children(x), weight).flatten(2, 3)
 
+    @forward_method
     def route(self, x: Tensor) -> Tuple[Tensor, Tensor]:
         """Like :meth:`forward`, but also return couplings ``[b, out_caps, in_types, h, w]`` (sum 1 over the last 3)."""
         routed = self.compute([self._children(x)], self.num_iters, True)

@@ -27,6 +27,7 @@ from typing import List, Optional, Tuple
 import torch
 from torch import Tensor, nn
 
+from ._forward_methods import forward_method
 from ._precision import upcast_half
 from ._ranges import at_least
 from .engine import Routed, RoutingLayer
@@ -82,17 +83,27 @@ class SelfAttentionRouting(RoutingLayer):
         nn.init.normal_(self.weight, std=(2.0 / (self.in_caps * self.in_dim)) ** 0.5)
         nn.init.zeros_(self.bias)
 
+    @torch.jit.export
+    @forward_method
     def votes(self, x: Tensor) -> Tensor:
         """Children ``[b, i, d]`` to votes ``[b, j, i, e]``, a view of ``[i, b, j, e]``."""
+        return self._votes(x)
+
+    def _votes(self, x: Tensor) -> Tensor:
         votes = torch.bmm(x.transpose(0, 1), self.weight)  # [i, b, d] @ [i, d, j*e] -> [i, b, j*e]
         return votes.reshape(self.in_caps, -1, self.out_caps, self.out_dim).permute(1, 2, 0, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         """Children ``[b, i, d]`` to parents ``[b, j, e]``; their lengths lie in [0, 1]."""
-        return self.route(x)[0]
+        return self._route(x)[0]
 
+    @torch.jit.export
+    @forward_method
     def route(self, x: Tensor) -> Tuple[Tensor, Tensor]:
         """Children ``[b, i, d]`` to parents ``[b, j, e]`` and the couplings ``[b, j, i]`` (sum 1 over ``j``)."""
+        return self._route(x)
+
+    def _route(self, x: Tensor) -> Tuple[Tensor, Tensor]:
         torch._assert(x.shape[1] == self.in_caps, "wrong number of child capsules for this routing layer")
         torch._assert(x.shape[2] == self.in_dim, "wrong pose dimension for this routing layer")
         routed = self.compute([x], 1, True)
@@ -102,7 +113,7 @@ class SelfAttentionRouting(RoutingLayer):
 
     def reference(self, inputs: List[Tensor], num_iters: int, need_couplings: bool) -> Routed:
         """:func:`self_attention_routing` of children ``[b, i, d]``."""
-        poses, couplings = self_attention_routing(self.votes(inputs[0]), self.bias)
+        poses, couplings = self_attention_routing(self._votes(inputs[0]), self.bias)
         return Routed([poses], [], couplings)
 
     @torch.jit.unused

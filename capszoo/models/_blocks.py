@@ -156,18 +156,27 @@ def init_conv_weights(module: nn.Module) -> None:
                 nn.init.zeros_(m.bias)
 
 
-def score_parts(pooled: Tensor, weight: Tensor, caps_dim: int) -> Tensor:
-    """Contribution of each pooled capsule to each score of a linear classifier; with the bias they sum to the score.
+def score_parts(pooled: Tensor, classifier: nn.Module, caps_dim: int) -> Tensor:
+    """Contribution of each pooled capsule to each score: the score of this capsule alone, less that of none.
+
+    With a linear classifier, the contributions and the bias sum to the score. The classifier is called, so that it may
+    be quantised, pruned or replaced.
 
     Args:
         pooled: the classifier's input ``[b, groups * caps_dim]``.
-        weight: of the classifier, ``[n, groups * caps_dim]``.
+        classifier: ``[b, groups * caps_dim]`` to ``[b, n]``.
         caps_dim: channels of a capsule.
 
     Returns:
         ``[b, n, groups]``.
     """
-    return (pooled[:, None] * weight).unflatten(2, (-1, caps_dim)).sum(-1)
+    batch, width = pooled.shape
+    groups = width // caps_dim
+    of_group = torch.eye(groups, dtype=pooled.dtype, device=pooled.device).repeat_interleave(caps_dim, 1)
+    alone = (pooled.unsqueeze(1) * of_group).reshape(batch * groups, width)
+    scores = classifier(torch.cat([alone, pooled.new_zeros(1, width)]))  # [b*groups + 1, n]
+    parts = scores[:-1] - scores[-1:]
+    return parts.reshape(batch, groups, parts.shape[1]).transpose(1, 2)
 
 
 def frozen_modules(net: nn.Module) -> List[nn.Module]:

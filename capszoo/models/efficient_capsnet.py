@@ -30,6 +30,7 @@ from timm.models import register_model
 from torch import Tensor
 
 from capszoo.layers import SelfAttentionRouting, Squash, capsule_lengths, capsules_from_map
+from capszoo.layers._forward_methods import ForwardMethods, forward_method
 
 from ._base import CapsuleNet, CapsuleOutput, CouplingLayout, Votes, feature_levels
 from ._builder import build_capsule_model, model_cfg, zoo_cfgs
@@ -62,6 +63,38 @@ class ConvActNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(self.act(self.conv(x)))
+
+
+class PrimaryConv(ForwardMethods, nn.Conv2d):
+    """The depthwise convolution to the primary capsules: ``[b, c, h, w] -> [b, c, h', w']``."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._conv_forward(x, self.weight, self.bias)
+
+    @torch.jit.ignore
+    @forward_method
+    def hand_down(self, x: Tensor, share: Tensor) -> Tensor:
+        """Distribute each capsule's share over the positions that it sees, in proportion to their contributions.
+
+        Args:
+            x: the convolution's input.
+            share: of each capsule in each class, ``[b, n, types, h', w']``.
+
+        Returns:
+            ``[b, n, h, w]``.
+        """
+        batch, classes, types = share.shape[:3]
+        stride: Any = self.stride
+        weight, terms = self.weight.abs(), x.abs().clamp_min(1e-6)
+        whole = F.conv2d(
+            terms, weight, None, stride, groups=self.groups
+        )  # total for each dimension of a child
+        whole = whole.unflatten(1, (types, -1)).sum(2).clamp_min(1e-6)  # and to each child
+        share = share.flatten(0, 1) / whole.repeat_interleave(classes, 0)
+        share = share.repeat_interleave(self.out_channels // types, 1)
+        edge = [(a - k) % s for a, k, s in zip(x.shape[2:], self.kernel_size, stride, strict=True)]
+        down = F.conv_transpose2d(share, weight, None, stride, output_padding=edge, groups=self.groups)
+        return (down.unflatten(0, (batch, classes)) * terms.unsqueeze(1)).sum(2)
 
 
 class EfficientCapsNet(CapsuleNet):
@@ -129,7 +162,7 @@ class EfficientCapsNet(CapsuleNet):
         kernel_size = (h, w) if primary_kernel is None else (primary_kernel, primary_kernel)
         if min(h, w) < 1 or kernel_size[0] > h or kernel_size[1] > w:
             raise ValueError(f"img_size={self.img_size} is too small for this network's convolutions")
-        primary = nn.Conv2d(chans, chans, kernel_size, primary_stride, groups=chans)
+        primary = PrimaryConv(chans, chans, kernel_size, primary_stride, groups=chans)
         nn.init.kaiming_normal_(primary.weight, nonlinearity="linear")
         nn.init.zeros_(primary.bias)  # type: ignore[arg-type]
         stages["primary"], stages["squash"] = primary, Squash(dim=1, pose_dim=caps_dim, exponential=True)
@@ -178,18 +211,8 @@ class EfficientCapsNet(CapsuleNet):
         votes = self.class_caps.votes(children)  # [b, n, i, e]
         couplings = self.class_caps.route(children)[1]
         share = (couplings * capsule_lengths(votes)).unflatten(2, (*self.grid, self.caps_types))
-        share = share.permute(0, 1, 4, 2, 3).flatten(0, 1)  # [b*n, types, rows, columns]
-
         primary: Any = self.stages.primary
-        stride, groups = primary.stride, primary.groups
-        weight, terms = primary.weight.abs(), conv4.abs().clamp_min(1e-6)
-        whole = F.conv2d(terms, weight, None, stride, groups=groups)  # total for each dimension of a child
-        whole = whole.unflatten(1, (self.caps_types, -1)).sum(2).clamp_min(1e-6)  # and to each child
-        share = share / whole.repeat_interleave(self.num_classes, 0)
-        share = share.repeat_interleave(self.caps_dim, 1)
-        edge = [(a - k) % s for a, k, s in zip(conv4.shape[2:], primary.kernel_size, stride, strict=True)]
-        down = F.conv_transpose2d(share, weight, None, stride, output_padding=edge, groups=groups)
-        down = (down.unflatten(0, (-1, self.num_classes)) * terms.unsqueeze(1)).sum(2)  # [b, n, h', w']
+        down = primary.hand_down(conv4, share.permute(0, 1, 4, 2, 3))  # [b, n, h', w']
         return down / down.sum(dim=(2, 3), keepdim=True)
 
     @torch.jit.ignore

@@ -70,8 +70,8 @@ class RoutingPoolNet(CapsuleNet):
     """Feature stages, a pooling layer, one linear classifier; the networks of the paper's Tables 1 and 2.
 
     There are no class capsules: :meth:`forward_capsules` returns as "poses" ``[b, n, groups]`` the contribution of each
-    pooled capsule to each class score (their sum and the bias are the score), as activations the scores, and
-    as couplings one tensor ``[b, groups, h, w]`` with routing pooling, none otherwise.
+    pooled capsule to each class score (their sum and the bias of a linear classifier are the score), as activations the
+    scores, and as couplings one tensor ``[b, groups, h, w]`` with routing pooling, none otherwise.
 
     Args:
         stages: feature stages, by name.
@@ -173,7 +173,7 @@ class RoutingPoolNet(CapsuleNet):
     def forward_capsules(self, x: Tensor) -> CapsuleOutput:
         pooled, weights = self._route(self.forward_features(x))
         scores = self.fc(pooled)
-        parts = score_parts(pooled, self.fc.weight, self.caps_dim)
+        parts = score_parts(pooled, self.fc, self.caps_dim)
         return CapsuleOutput(scores, parts, scores, (weights,) if self.global_pool == "routing" else ())
 
     @torch.jit.ignore
@@ -184,7 +184,7 @@ class RoutingPoolNet(CapsuleNet):
         """
         x = self.forward_features(x)
         pooled, weights = self._route(x)
-        share = score_parts(pooled, self.fc.weight, self.caps_dim).float().clamp_min(1e-6)  # [b, n, groups]
+        share = score_parts(pooled, self.fc, self.caps_dim).float().clamp_min(1e-6)  # [b, n, groups]
         share = share / share.sum(-1, keepdim=True)
         return torch.bmm(share, weights.float().flatten(2)).unflatten(2, x.shape[2:])
 

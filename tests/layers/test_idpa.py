@@ -302,7 +302,7 @@ def test_no_vote_outside_of_the_cone() -> None:
 def test_votes_are_shared_while_the_children_stay() -> None:
     layer = FCIDPA(6, 3, 4, num_iters=5)
     calls = []
-    layer.votes = lambda children: calls.append(children) or FCIDPA.votes(layer, children)
+    layer._votes = lambda children: calls.append(children) or FCIDPA._votes(layer, children)
     layer(torch.randn(2, 6, 4))
     assert len(calls) == 1
     kids = [torch.randn(2, 6, 4) for _ in range(4)]

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.utils import prune
 
 import capszoo
 from capszoo.errors import NoCapsules
 from capszoo.layers import RoutingCaps, RoutingPool2d
-from tests.models.zoo_cases import slow_unless
+from tests.models.zoo_cases import images, relative_difference, slow_unless, small
 from tests.reference import routing_pool as reference
 
 
@@ -198,3 +201,30 @@ def test_pooling_without_routing_has_no_votes(pool: str) -> None:
     model = capszoo.create_model("cnn_routingpool", pool=pool, img_size=8).eval()
     with pytest.raises(NoCapsules, match="there are no votes"):
         model.class_votes(torch.zeros(1, 3, 8, 8))
+
+
+@pytest.mark.parametrize("kind", ["quantised", "sequential", "pruned"])
+@pytest.mark.parametrize("name", ["resnet20_routingpool", "caps_head"])
+def test_the_classifier_may_be_another_module(name: str, kind: str) -> None:
+    """The contributions come from calls of the classifier, whatever it is."""
+    arguments: dict[str, Any] = {"routing": "routing_pool", "proj_chans": 32} if name == "caps_head" else {}
+    model: Any = small(name, **arguments).eval()
+    owner, key = (model.head, "classes") if name == "caps_head" else (model, "fc")
+    linear = getattr(owner, key)
+    x = images(model, 3)
+    with torch.no_grad():
+        before, heat = model.forward_capsules(x), model.coupling_map(x)
+        torch.testing.assert_close(before.poses.sum(2) + linear.bias, before.scores, rtol=1e-4, atol=1e-5)
+        if kind == "quantised":
+            model = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear})
+        elif kind == "sequential":
+            setattr(owner, key, torch.nn.Sequential(torch.nn.Dropout(0.5), linear).eval())
+        else:
+            prune.random_unstructured(linear, "weight", amount=0.5)
+            linear.weight_mask.fill_(1.0)
+            linear.weight = torch.zeros_like(linear.weight)  # until the next call
+            assert torch.equal(model.coupling_map(x), heat)
+        after = model.forward_capsules(x)
+        tolerance = 0.05 if kind == "quantised" else 1e-6
+        assert relative_difference(before.poses, after.poses) < tolerance
+        assert relative_difference(heat, model.coupling_map(x)) < tolerance

@@ -222,7 +222,7 @@ class RecomputeBranches(Recompute):
     @classmethod
     def unsupported(cls, layer: Any, call: Call) -> str:
         reason = super().unsupported(layer, call)
-        if not reason and not (is_plain(layer.coef_master) and is_plain(layer.coef_aide)):
+        if not reason and not layer.children_are_plain():
             return cls.altered
         if not reason and layer.coefficients != "both":
             return "needs coefficients that each come from both branches"

@@ -8,6 +8,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
+from .._forward_methods import ForwardMethods, forward_method
+from .._plain import is_plain
 from .._ranges import at_least
 from .._windows import split_axis
 from ..engine import Reference, Routed, RoutingLayer
@@ -110,6 +112,9 @@ class MasterAide(_GroupedLayer):
     def route(self, master: Tensor, aide: Tensor) -> Tuple[Tensor, Tensor]:
         """The coefficients ``(alpha, beta)`` of the two activations, each ``[b, g, h', w']``."""
         if self.coefficients == "both":
+            if not self.may_read_children():
+                maps = (self.coef_master(master) + self.coef_aide(aide)).unflatten(1, (self.groups, 2))
+                return maps[:, :, 0], maps[:, :, 1]
             # one convolution of both branches, side by side in each group, instead of two and their sum
             grid = [split_axis(x, 1, [self.groups, x.shape[1] // self.groups]) for x in (master, aide)]
             pair = torch.cat(grid, dim=2).flatten(1, 2)  # [b, g*2d, h, w]
@@ -138,6 +143,11 @@ class MasterAide(_GroupedLayer):
         maps = F.conv2d(pair, weight, self.coef_aide.bias, 1, 1, 1, self.groups // self.coef_aide.together)
         return split_axis(maps, 1, [self.groups, 2])
 
+    @torch.jit.unused
+    def children_are_plain(self) -> bool:
+        coefs = (self.coef_master, self.coef_aide)
+        return all(type(coef) is CoefficientConv2d and is_plain(coef) for coef in coefs)
+
     def coefficient_weight(self) -> Tensor:
         """Weights of the one convolution that gives both coefficients (see :func:`merge_groups`)."""
         weight = torch.cat((self.coef_master.weight, self.coef_aide.weight), dim=1)
@@ -146,7 +156,7 @@ class MasterAide(_GroupedLayer):
     @torch.jit.unused
     def prepare_for_export(self) -> None:
         """Store the merged weights as a constant."""
-        if self.coefficients == "both":
+        if self.coefficients == "both" and self.children_are_plain():
             self.graph_weight = self.coefficient_weight().detach()
             self.coef_master.graph_weight = self.coef_aide.graph_weight = None
 
@@ -281,7 +291,7 @@ class EncapModule(_GroupedLayer):
         return x
 
 
-class CapFC(nn.Module):
+class CapFC(ForwardMethods):
     """capFC: one matrix per pose dimension from all grid capsules to the classes, then squash.
 
     Args:
@@ -317,12 +327,14 @@ class CapFC(nn.Module):
         return cap_fc(x, self.weight)
 
     @torch.jit.ignore
+    @forward_method
     def votes(self, x: Tensor) -> Tensor:
         """Grid capsules ``[b, g*d, h, w]`` to their summands in the classes before the squash, ``[b, n, g*h*w, d]``."""
         children = x.unflatten(1, (self.groups, self.pose_dim)).transpose(1, 2).flatten(2)  # [b, d, g*h*w]
         return torch.einsum("bdi,din->bnid", children, self.weight)
 
     @torch.jit.ignore
+    @forward_method
     def contributions(self, x: Tensor, poses: Tensor) -> Tensor:
         """How much each grid position adds to each class capsule's length, ``[b, n, h, w]``, summing to 1.
 

@@ -8,6 +8,7 @@ from typing import ClassVar, List, Optional, Tuple, Type
 import torch
 from torch import Tensor, nn
 
+from .._forward_methods import ForwardMethods, forward_method
 from .._precision import upcast_half
 from .._ranges import at_least
 from .._start import reset_start
@@ -98,6 +99,8 @@ class DynamicRouting(_DynamicLayer):
         reset_start(self.start, nn.init.uniform_)
         nn.init.trunc_normal_(self.weight, std=self.weight_std, a=-2 * self.weight_std, b=2 * self.weight_std)
 
+    @torch.jit.export
+    @forward_method
     def votes(self, x: Tensor) -> Tensor:
         """Children ``[b, i, d]`` to votes ``[b, j, i, e]``, a view of ``[i, b, j, e]``.
 
@@ -148,7 +151,9 @@ class DynamicRouting(_DynamicLayer):
             poses = squash(self.sum_of_votes(x))
             couplings = self.first_couplings(poses)
         else:
-            poses, couplings = dynamic_routing(self.votes(x), num_iters, self.softmax_over, self.start)
+            poses, couplings = dynamic_routing(
+                self.votes_through(x, self.weight), num_iters, self.softmax_over, self.start
+            )
         return Routed([poses], [], couplings if need_couplings else None)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -157,6 +162,7 @@ class DynamicRouting(_DynamicLayer):
         torch._assert(x.shape[2] == self.in_dim, "wrong pose dimension for this routing layer")
         return self.compute([x], self.num_iters, False).poses[0]
 
+    @forward_method
     def route(self, x: Tensor) -> Tuple[Tensor, Tensor]:
         """Children ``[b, i, d]`` to parents ``[b, j, e]`` and the couplings ``[b, j, i]`` of the last iteration."""
         torch._assert(x.shape[1] == self.in_caps, "wrong number of child capsules for this routing layer")
@@ -173,7 +179,7 @@ class DynamicRouting(_DynamicLayer):
         )
 
 
-class ConvDynamicRouting(nn.Module):
+class ConvDynamicRouting(ForwardMethods):
     """A convolutional capsule layer: at each output position the children of a window vote for the parents there.
 
     The children of a window are its ``k * l * in_caps`` capsules, with one transform for each place in the window and
@@ -233,6 +239,7 @@ class ConvDynamicRouting(nn.Module):
         channels = poses.shape[1] * poses.shape[2]
         return poses.reshape(x.shape[0], x.shape[1], x.shape[2], channels).permute(0, 3, 1, 2)
 
+    @forward_method
     def route(self, x: Tensor) -> Tuple[Tensor, Tensor]:
         """Like ``forward``, but also return the couplings ``[b, h', w', j, k*l*i]`` of the last iteration."""
         x = self._windows(x)
@@ -296,6 +303,7 @@ class SharedDynamicRouting(_DynamicLayer):
         nn.init.normal_(self.weight, std=self.in_dim**-0.5)
         nn.init.normal_(self.bias)
 
+    @forward_method
     def votes(self, x: Tensor) -> Tensor:
         """Children ``[b, g, d, p]`` to votes ``[b, j, g * p, e]``, which the routing itself never forms."""
         weight = self.weight.unflatten(2, (self.groups, self.in_dim))  # [j, e, g, d]
@@ -318,6 +326,7 @@ class SharedDynamicRouting(_DynamicLayer):
         """Children ``[b, g, d, p]`` to parents ``[b, j, e]``."""
         return self.compute([x], self.num_iters, False).poses[0]
 
+    @forward_method
     def route(self, x: Tensor) -> Tuple[Tensor, Tensor]:
         """Children ``[b, g, d, p]`` to parents ``[b, j, e]``, and the last iteration's couplings ``[b, j, g * p]``."""
         routed = self.compute([x], self.num_iters, True)

@@ -8,6 +8,7 @@ from typing import ClassVar, List, Optional, Tuple, Type
 import torch
 from torch import Tensor, nn
 
+from .._forward_methods import forward_method
 from .._precision import finite_cast, upcast_half
 from .._ranges import at_least
 from .._windows import out_size, windows
@@ -93,6 +94,22 @@ class ConvEM(MatrixEM):
         """Concatenate the results of :meth:`route` to a map, with the activations after the poses."""
         return torch.cat([poses.flatten(3), torch.sigmoid(logits)], dim=3).permute(0, 3, 1, 2)
 
+    @forward_method
+    def capsules(self, x: Tensor) -> Tuple[Tensor, Tensor]:
+        """Map to poses ``[b, h', w', j, p*p]`` and activation logits ``[b, h', w', j]``, in float32 or wider."""
+        poses, logits, _ = self._route(x, False)
+        return poses, logits
+
+    @forward_method
+    def votes(self, x: Tensor) -> Tensor:
+        """Map to votes ``[b, h', w', j, i, p*p]``, in float32 or wider; children as in :meth:`route`."""
+        torch._assert(x.shape[1] == self.in_caps * (self.pose_dim + 1), self._channels_message)
+        poses = upcast_half(x[:, : self.in_caps * self.pose_dim]).permute(0, 2, 3, 1)
+        poses = windows(poses, self.kernel_size, self.stride).flatten(3)
+        poses = poses.unflatten(3, (-1, self.pose_size, self.pose_size))  # [b, h', w', i, p, q]
+        return torch.einsum("bhwipq,ijqr->bhwjipr", poses, upcast_half(self.weight)).flatten(5)
+
+    @forward_method
     def route(self, x: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
         """Map to poses ``[b, h', w', j, p*p]``, activation logits ``[b, h', w', j]``, couplings ``[b, h', w', j, i]``.
 
@@ -196,6 +213,7 @@ class ClassEM(MatrixEM):
         routed = self._route(x, False)
         return routed.poses[0].to(x.dtype), finite_cast(routed.activations[0], x.dtype)
 
+    @forward_method
     def route(self, x: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
         """Map to poses ``[b, n, p*p]``, activation logits ``[b, n]`` and couplings ``[b, n, h, w, in_caps]``.
 
@@ -211,6 +229,7 @@ class ClassEM(MatrixEM):
         torch._assert(x.shape[1] == self.in_caps * (self.pose_dim + 1), self._channels_message)
         return self.compute([upcast_half(x)], self.num_iters, need_couplings)
 
+    @forward_method
     def votes(self, x: Tensor) -> Tuple[Tensor, Tensor]:
         """Map to votes ``[b, n, h*w*in_caps, p*p]``, coordinates added, and activations ``[b, h*w*in_caps]``."""
         torch._assert(x.shape[1] == self.in_caps * (self.pose_dim + 1), self._channels_message)
@@ -313,6 +332,7 @@ class SharedEM(SharedSteps, EMLayer):
         nn.init.constant_(self.beta_v, self.init_beta_v)
         nn.init.zeros_(self.beta_a)
 
+    @forward_method
     def votes(self, x: Tensor) -> Tensor:
         """Children ``[b, g, d, s]`` to votes ``[b, j, g * s, e]``, which the routing itself never forms."""
         votes = torch.einsum("bgds,jgde->bjgse", upcast_half(x), upcast_half(self.weight))
@@ -339,6 +359,7 @@ class SharedEM(SharedSteps, EMLayer):
         routed = self.compute(self._bounded(x, activations), self.num_iters, False)
         return routed.poses[0].to(x.dtype), finite_cast(routed.activations[0], x.dtype)
 
+    @forward_method
     def route(self, x: Tensor, activations: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
         """Results of :func:`shared_em_routing`, in float32 or wider: couplings are ``[b, j, g, s]``."""
         routed = self.compute(self._bounded(x, activations), self.num_iters, True)

@@ -6,6 +6,7 @@ from typing import ClassVar, List, Optional, Tuple, Type
 import torch
 from torch import Tensor, nn
 
+from .._forward_methods import forward_method
 from .._precision import upcast_half
 from .._ranges import at_least
 from .._start import reset_start
@@ -93,8 +94,13 @@ class IDPALayer(RoutingLayer):
                 nn.init.zeros_(beta)
         nn.init.normal_(self.weight, std=math.sqrt(self.out_caps / (self.num_children * self.inner)))
 
+    @torch.jit.export
+    @forward_method
     def votes(self, children: Tensor) -> Tensor:
         """Votes of the children of every routing (Procedure 1, line 2), ``[n, j, i, e]``."""
+        return self._votes(children)
+
+    def _votes(self, children: Tensor) -> Tensor:
         votes = self._rows_of_votes(children)
         votes = votes.reshape(self.num_children, -1, self.rows, self.out_caps, self.cols)
         return votes.permute(1, 3, 0, 2, 4).flatten(3)
@@ -198,7 +204,7 @@ class IDPALayer(RoutingLayer):
             else:
                 read = max(s - 1, 0)
                 if s == 0 or (s == 1 and self.folds) or (s > 1 and read < given):  # new children
-                    votes = self.votes(inputs[read])
+                    votes = self._votes(inputs[read])
                     if self.activations:
                         activation = self._of_each_parent(inputs[given + read])
                 if s == 0:

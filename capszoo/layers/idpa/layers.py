@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .._forward_methods import forward_method
 from .._ranges import at_least
 from .._windows import out_size, split_axis, windows
 from ..engine import Reference
@@ -107,9 +108,11 @@ class ConvIDPA(IDPALayer):
         """
         torch._assert(not self.activations, "activations go through route()")
         grid = split_axis(x.permute(0, 2, 3, 1), 3, [self.in_caps, self.in_dim])
-        poses, _, _ = self.route([grid], [], self.num_iters, False)
+        poses, _, _ = self._route([grid], [], self.num_iters, False)
         return poses[len(poses) - 1].flatten(3).permute(0, 3, 1, 2)
 
+    @torch.jit.export
+    @forward_method
     def route(
         self,
         children: List[Tensor],
@@ -131,6 +134,11 @@ class ConvIDPA(IDPALayer):
             last iteration's couplings ``[b, h', w', j, k*l, i]`` (they sum to 1 over ``j``), or None if they are not
             requested, or if the only iteration was a sum of votes: all couplings are then 1/j.
         """
+        return self._route(children, activations, num_iters, need_couplings)
+
+    def _route(
+        self, children: List[Tensor], activations: List[Tensor], num_iters: int, need_couplings: bool
+    ) -> Tuple[List[Tensor], List[Tensor], Optional[Tensor]]:
         height = self.out_size(children[0].shape[1])
         width = self.out_size(children[0].shape[2])
         rows, active_rows, c = self.compute(children + activations, num_iters, need_couplings)
@@ -255,9 +263,11 @@ class FCIDPA(IDPALayer):
     def forward(self, x: Tensor) -> Tensor:
         """Children ``[b, i, d]`` to parents ``[b, j, e]``, after ``num_iters`` iterations (without activations)."""
         torch._assert(not self.activations, "activations go through route()")
-        poses, _, _ = self.route([x], [], self.num_iters, False)
+        poses, _, _ = self._route([x], [], self.num_iters, False)
         return poses[len(poses) - 1]
 
+    @torch.jit.export
+    @forward_method
     def route(
         self,
         children: List[Tensor],
@@ -277,6 +287,11 @@ class FCIDPA(IDPALayer):
             Poses ``[b, j, e]`` after each iteration; activations ``[b, j]``, or an empty list; and the last iteration's
             couplings ``[b, j, i]`` (they sum to 1 over ``j``), or None if they are not requested or all are 1/j.
         """
+        return self._route(children, activations, num_iters, need_couplings)
+
+    def _route(
+        self, children: List[Tensor], activations: List[Tensor], num_iters: int, need_couplings: bool
+    ) -> Tuple[List[Tensor], List[Tensor], Optional[Tensor]]:
         x = children[0]
         torch._assert(x.shape[-1] == self.in_dim, "wrong pose dimension for this routing layer")
         numbers = x.flatten(1).shape[1]

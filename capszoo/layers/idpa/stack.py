@@ -6,6 +6,7 @@ from typing import List, Optional, Tuple, Union
 import torch
 from torch import Tensor, nn
 
+from .._forward_methods import ForwardMethods, forward_method
 from .._precision import upcast_half
 from .._ranges import at_least
 from .layers import FCIDPA, ConvIDPA
@@ -15,7 +16,7 @@ torch.fx.wrap("upcast_half")
 __all__ = ["IDPAStack"]
 
 
-class IDPAStack(nn.Sequential):
+class IDPAStack(ForwardMethods, nn.Sequential):
     """Capsule layers routed together (Procedure 2).
 
     Args:
@@ -53,9 +54,11 @@ class IDPAStack(nn.Sequential):
 
     def forward(self, x: Tensor) -> Tensor:
         """Primary capsules ``[b, h, w, i, d]`` to the last layer's poses, ``[b, j, e]`` or ``[b, h', w', j, e]``."""
-        poses, _ = self.run(x, None, self.depth)
+        poses, _ = self._run(x, None, self.depth)
         return poses
 
+    @torch.jit.export
+    @forward_method
     def run(self, x: Tensor, activation: Optional[Tensor], layers: int) -> Tuple[Tensor, Optional[Tensor]]:
         """Poses and activations of layer ``layers`` (from 1), after the iterations that the last layer depends on.
 
@@ -64,6 +67,9 @@ class IDPAStack(nn.Sequential):
             activation: of the primary capsules, ``[b, h, w, i]``; None unless the layers have activations.
             layers: how many layers to run.
         """
+        return self._run(x, activation, layers)
+
+    def _run(self, x: Tensor, activation: Optional[Tensor], layers: int) -> Tuple[Tensor, Optional[Tensor]]:
         children = [x]
         activations: List[Tensor] = []
         if activation is not None:
@@ -79,6 +85,7 @@ class IDPAStack(nn.Sequential):
             last = activations[-1]
         return children[-1], last
 
+    @forward_method
     def run_full(
         self, x: Tensor, activation: Optional[Tensor] = None, full: bool = True
     ) -> Tuple[List[Tensor], List[Tensor], List[Tensor]]:
@@ -93,6 +100,11 @@ class IDPAStack(nn.Sequential):
             Poses, activations (empty without activations) and couplings of each layer, as returned by its ``route()``;
             even couplings for a layer whose only iteration was a sum of votes.
         """
+        return self._run_full(x, activation, full)
+
+    def _run_full(
+        self, x: Tensor, activation: Optional[Tensor], full: bool
+    ) -> Tuple[List[Tensor], List[Tensor], List[Tensor]]:
         children, activations = [x], [] if activation is None else [activation]
         poses: List[Tensor] = []
         active: List[Tensor] = []
@@ -106,6 +118,7 @@ class IDPAStack(nn.Sequential):
             couplings.append(layer.even_couplings(children[-1]) if c is None else c)
         return poses, active, couplings
 
+    @forward_method
     def shares(self, x: Tensor, activation: Optional[Tensor] = None, even: bool = False) -> Tensor:
         """Share of each primary capsule in each of the last layer's: ``[b, n, h, w, i]``, summing to 1 over h, w, i.
 
@@ -117,7 +130,7 @@ class IDPAStack(nn.Sequential):
             x, activation: as in :meth:`run`; the last layer is fully connected.
             even: return the shares for even couplings everywhere, ``[1, 1, h, w, i]``: how many windows see a capsule.
         """
-        poses, _, couplings = self.run_full(x, activation, full=False)
+        poses, _, couplings = self._run_full(x, activation, False)
         layers = self._typed()
         n = poses[-1].shape[1]
         share = torch.eye(n, dtype=upcast_half(x).dtype, device=x.device).expand(x.shape[0], n, n)

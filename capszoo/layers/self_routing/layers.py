@@ -5,6 +5,7 @@ from typing import ClassVar, List, Optional, Tuple, Type
 import torch
 from torch import Tensor, nn
 
+from .._forward_methods import ForwardMethods, forward_method
 from .._ranges import at_least
 from .._windows import out_size, windows
 from ..engine import Engine, Reference, Routed, RoutingLayer
@@ -55,11 +56,16 @@ class SelfRouting(RoutingLayer):
 
     def forward(self, poses: Tensor, activations: Tensor) -> Tuple[Tensor, Optional[Tensor]]:
         """Children ``[b, i, d]`` and ``[b, i]`` to activations ``[b, j]`` and poses ``[b, j, e]`` (or None)."""
-        active, parent_poses, _ = self.route(poses, activations)
+        active, parent_poses, _ = self._route(poses, activations)
         return active, parent_poses
 
+    @torch.jit.export
+    @forward_method
     def route(self, poses: Tensor, activations: Tensor) -> Tuple[Tensor, Optional[Tensor], Tensor]:
         """Like :meth:`forward`, but also return the couplings ``[b, j, i]``."""
+        return self._route(poses, activations)
+
+    def _route(self, poses: Tensor, activations: Tensor) -> Tuple[Tensor, Optional[Tensor], Tensor]:
         torch._assert(poses.shape[1] == self.in_caps, "wrong number of child capsules for this routing layer")
         torch._assert(poses.shape[2] == self.in_dim, "wrong pose dimension for this routing layer")
         routed = self.compute([poses, activations], 1, True)
@@ -88,7 +94,7 @@ class SelfRouting(RoutingLayer):
         return f"{self.in_caps}x{self.in_dim} -> {self.out_caps}x{self.out_dim}"
 
 
-class ConvSelfRouting(nn.Module):
+class ConvSelfRouting(ForwardMethods):
     """A convolutional capsule layer with self-routing: ``k x k`` positions of every child type to each parent type.
 
     The weights are shared over output positions, not over the positions of the window.
@@ -132,10 +138,15 @@ class ConvSelfRouting(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[b, in_caps * (d + 1), h, w]`` to ``[b, out_caps * (e + 1), h', w']``."""
-        return self.route(x)[0]
+        return self._route(x)[0]
 
+    @torch.jit.export
+    @forward_method
     def route(self, x: Tensor) -> Tuple[Tensor, Tensor]:
         """Like :meth:`forward`, but also return the couplings ``[b, h', w', j, k*l*i]``."""
+        return self._route(x)
+
+    def _route(self, x: Tensor) -> Tuple[Tensor, Tensor]:
         torch._assert(
             x.shape[1] == self.in_caps * (self.in_dim + 1), "wrong number of channels for this routing layer"
         )

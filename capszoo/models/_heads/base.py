@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from capszoo._suggest import unknown_name
+from capszoo.layers._forward_methods import ForwardMethods, forward_method
 from capszoo.layers._ranges import at_least
 
 from ...errors import NoCapsules
@@ -80,7 +81,7 @@ class ConvNorm(nn.Module):
         return self.bn(self.conv(x))
 
 
-class CapsuleHead(nn.Module):
+class CapsuleHead(ForwardMethods):
     """A feature map ``[b, in_chans, h, w]`` to class scores ``[b, n]``; call this class, not its subclasses.
 
     ``CapsuleHead(64, (8, 8), 10, "dynamic")`` creates the head of that routing in :data:`HEADS`; further arguments are
@@ -173,21 +174,34 @@ class CapsuleHead(nn.Module):
             x = F.avg_pool2d(x, self.shrink, ceil_mode=True)
         return self.project(x)
 
+    @forward_method
     def pooled(self, x: Tensor) -> Tensor:
         """Feature map to ``[b, hidden_size]``: the class layer's input, averaged over the grid."""
+        return self._pooled(x)
+
+    def _pooled(self, x: Tensor) -> Tensor:
         return self._map(x).mean(dim=(2, 3))
 
     def forward(self, x: Tensor) -> Tensor:
         """Feature map ``[b, in_chans, h, w]`` to class scores ``[b, n]``."""
-        return self.class_capsules(x)[0]
+        return self._class_capsules(x)[0]
 
+    @forward_method
     def class_capsules(self, x: Tensor) -> Tuple[Tensor, Tensor]:
         """Feature map to scores ``[b, n]`` and class capsules ``[b, n, e]``."""
+        return self._class_capsules(x)
+
+    def _class_capsules(self, x: Tensor) -> Tuple[Tensor, Tensor]:
         raise NotImplementedError(f"the {self.routing} head has no class capsules")
 
     @torch.jit.ignore
+    @forward_method
     def route(self, x: Tensor) -> HeadOutput:
         """Feature map to all outputs of the head."""
+        return self._route(x)
+
+    @torch.jit.ignore
+    def _route(self, x: Tensor) -> HeadOutput:
         raise NoCapsules(f"the {self.routing} head has no capsules")
 
     @torch.jit.ignore
@@ -196,6 +210,7 @@ class CapsuleHead(nn.Module):
         return ()
 
     @torch.jit.ignore
+    @forward_method
     def class_votes(self, x: Tensor) -> Votes:
         """Feature map to the votes for the class capsules."""
         if not self.has_capsules:
@@ -203,9 +218,10 @@ class CapsuleHead(nn.Module):
         raise NotImplementedError(f"the class layer of the {self.routing} head forms no votes")
 
     @torch.jit.ignore
+    @forward_method
     def coupling_map(self, x: Tensor) -> Tensor:
         """Feature map to ``[b, n, h', w']``: the share of each grid position in each class, summing to 1."""
-        out = self.route(x)
+        out = self._route(x)
         share = self._hand_down(out.share.float().clamp_min(0.0), out)
         # not `self.grid`: a head without weights of positions takes maps of other sizes
         grid = [-(-side // self.shrink) for side in x.shape[2:]]

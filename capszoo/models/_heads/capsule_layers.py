@@ -86,7 +86,7 @@ class CapsuleLayersHead(CapsuleHead):
             x = self._hidden(x)
         return x
 
-    def pooled(self, x: Tensor) -> Tensor:
+    def _pooled(self, x: Tensor) -> Tensor:
         return self._children(x)[:, : self.width].mean(dim=(2, 3))
 
     def _poses(self, x: Tensor) -> Tensor:

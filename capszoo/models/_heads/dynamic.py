@@ -7,6 +7,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from capszoo.layers import ConvDynamicRouting, DynamicRouting, Squash, capsule_lengths
+from capszoo.layers._forward_methods import forward_method
 from capszoo.layers._precision import upcast_half
 from capszoo.layers._ranges import at_least
 
@@ -29,12 +30,12 @@ class LengthHead(CapsuleLayersHead):
         lengths = capsule_lengths(upcast_half(poses))
         return log_probabilities(lengths / lengths.sum(dim=1, keepdim=True)).to(poses.dtype)
 
-    def class_capsules(self, x: Tensor) -> Tuple[Tensor, Tensor]:
+    def _class_capsules(self, x: Tensor) -> Tuple[Tensor, Tensor]:
         poses = self.classes(self._poses(self._children(x)))
         return self._scores(poses), poses
 
     @torch.jit.ignore
-    def route(self, x: Tensor) -> HeadOutput:
+    def _route(self, x: Tensor) -> HeadOutput:
         """Returns couplings of the class layer ``[b, n, i]``, children ordered (row, column, type)."""
         children, below = self._routed_children(x)
         children = self._poses(children)
@@ -43,6 +44,7 @@ class LengthHead(CapsuleLayersHead):
         return HeadOutput(self._scores(poses), poses, capsule_lengths(poses), (*below, couplings), share)
 
     @torch.jit.ignore
+    @forward_method
     def class_votes(self, x: Tensor) -> Votes:
         children = self._poses(self._children(x))
         return Votes(self.classes.votes(children), self.classes(children), True)

@@ -8,15 +8,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from capszoo.layers import ConvEM
-from capszoo.layers._precision import upcast_half
+from capszoo.layers._forward_methods import forward_method
 
 from .._base import Votes
 from .base import HeadOutput, register_head
 from .capsule_layers import ActivePrimary, CapsuleLayersHead
 
 __all__ = ["EMHead"]
-
-torch.fx.wrap("upcast_half")
 
 
 def _padded(x: Tensor) -> Tensor:
@@ -90,14 +88,14 @@ class EMHead(CapsuleLayersHead):
         """Activation logits ``[b, n]`` to ``log(a / sum of a)``, avoiding the activations, which may underflow."""
         return F.log_softmax(-F.softplus(-logits), dim=1)
 
-    def class_capsules(self, x: Tensor) -> Tuple[Tensor, Tensor]:
+    def _class_capsules(self, x: Tensor) -> Tuple[Tensor, Tensor]:
         x = self._as_one_position(self._children(x))
-        poses, logits, _ = self.classes._route(x, False)  # [b, 1, 1, n, d], [b, 1, 1, n]
+        poses, logits = self.classes.capsules(x)  # [b, 1, 1, n, d], [b, 1, 1, n]
         poses = poses.flatten(1, 3).to(x.dtype)  # before the scores, which must be the last operation for FX
         return self._scores(logits.flatten(1)).to(x.dtype), poses
 
     @torch.jit.ignore
-    def route(self, x: Tensor) -> HeadOutput:
+    def _route(self, x: Tensor) -> HeadOutput:
         """Returns couplings of the class layer ``[b, n, i]``, children ordered (row, column, type)."""
         children, below = self._routed_children(x)
         poses, logits, couplings = self.classes.route(self._as_one_position(children))
@@ -107,8 +105,8 @@ class EMHead(CapsuleLayersHead):
         return HeadOutput(scores, poses.to(x.dtype), active, (*below, couplings), share)
 
     @torch.jit.ignore
+    @forward_method
     def class_votes(self, x: Tensor) -> Votes:
         children, _ = self._routed_children(x)
-        poses = upcast_half(self._poses(children)).unflatten(2, (self.classes.pose_size, -1))  # [b, i, p, q]
-        votes = torch.einsum("bipq,ijqr->bjipr", poses, upcast_half(self.classes.weight)).flatten(3)
-        return Votes(votes, self.classes.route(self._as_one_position(children))[0][:, 0, 0], True)
+        children = self._as_one_position(children)
+        return Votes(self.classes.votes(children)[:, 0, 0], self.classes.capsules(children)[0][:, 0, 0], True)

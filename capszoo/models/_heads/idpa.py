@@ -7,6 +7,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from capszoo.layers import FCIDPA, CapsuleNorm
+from capszoo.layers._forward_methods import forward_method
 
 from .._base import Votes
 from .base import HeadOutput, register_head
@@ -56,12 +57,12 @@ class IDPAHead(CapsuleLayersHead):
         """A new Linear from a class pose to its logit, shared by the classes; an identity without classes."""
         return nn.Linear(self.caps_dim, 1) if num_classes else nn.Identity()
 
-    def class_capsules(self, x: Tensor) -> Tuple[Tensor, Tensor]:
+    def _class_capsules(self, x: Tensor) -> Tuple[Tensor, Tensor]:
         poses = self.classes(self._poses(self._children(x)))
         return self.score(poses).squeeze(-1), poses
 
     @torch.jit.ignore
-    def route(self, x: Tensor) -> HeadOutput:
+    def _route(self, x: Tensor) -> HeadOutput:
         """Returns couplings ``[b, n, i]``, children ordered (row, column, type)."""
         children = self._poses(self._children(x))
         poses, _, found = self.classes.route([children], [], self.classes.num_iters)
@@ -70,6 +71,7 @@ class IDPAHead(CapsuleLayersHead):
         return HeadOutput(scores, poses[-1], scores, (couplings,), couplings)
 
     @torch.jit.ignore
+    @forward_method
     def class_votes(self, x: Tensor) -> Votes:
         children = self._poses(self._children(x))
         return Votes(self.classes.votes(children), self.classes(children), True)

@@ -7,6 +7,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from capszoo.layers import RoutingPool2d
+from capszoo.layers._forward_methods import forward_method
 from capszoo.layers._ranges import at_least
 
 from .._base import CouplingLayout, Votes
@@ -39,7 +40,7 @@ class AverageHead(CapsuleHead):
         return nn.Linear(self.chans, num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.classes(self.head_drop(self.pooled(x)))
+        return self.classes(self.head_drop(self._pooled(x)))
 
 
 @register_head("max")
@@ -58,7 +59,7 @@ class MaxHead(AverageHead):
     ) -> None:
         super().__init__(in_chans, grid, num_classes, routing, proj_chans, max_grid, drop_rate)
 
-    def pooled(self, x: Tensor) -> Tensor:
+    def _pooled(self, x: Tensor) -> Tensor:
         return self._map(x).amax(dim=(2, 3))
 
 
@@ -100,7 +101,7 @@ class ConvHead(CapsuleHead):
     def hidden_size(self) -> int:
         return self.width
 
-    def pooled(self, x: Tensor) -> Tensor:
+    def _pooled(self, x: Tensor) -> Tensor:
         return self.primary(self._map(x)).mean(dim=(2, 3))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -143,15 +144,15 @@ class RoutingPoolHead(AverageHead):
         check_caps_dim(caps_dim, self.chans)
         self.pool = RoutingPool2d(caps_dim, lam, num_iters, flatten=True)
 
-    def pooled(self, x: Tensor) -> Tensor:
+    def _pooled(self, x: Tensor) -> Tensor:
         return self.pool(self._map(x))
 
     @torch.jit.ignore
-    def route(self, x: Tensor) -> HeadOutput:
+    def _route(self, x: Tensor) -> HeadOutput:
         """Returns couplings ``[b, groups, h, w]``, which sum to 1 over the positions."""
         pooled, couplings = self.pool.route(self._map(x))
         pooled = self.head_drop(pooled)
-        scores, parts = self.classes(pooled), score_parts(pooled, self.classes.weight, self.pool.caps_dim)
+        scores, parts = self.classes(pooled), score_parts(pooled, self.classes, self.pool.caps_dim)
         share = torch.bmm(parts.float().clamp_min(1e-6), couplings.float().flatten(2))  # [b, n, h*w]
         return HeadOutput(scores, parts, scores, (couplings,), share)
 
@@ -160,6 +161,7 @@ class RoutingPoolHead(AverageHead):
         return (CouplingLayout(1, "children"),)
 
     @torch.jit.ignore
+    @forward_method
     def class_votes(self, x: Tensor) -> Votes:
         x = self._map(x)
         return Votes(self.pool.capsules(x), self.pool(x).unflatten(1, (-1, self.pool.caps_dim)), False)

@@ -64,7 +64,7 @@ class SelfRoutingHead(CapsuleLayersHead):
         return log_probabilities(upcast_half(active)).to(x.dtype)
 
     @torch.jit.ignore
-    def route(self, x: Tensor) -> HeadOutput:
+    def _route(self, x: Tensor) -> HeadOutput:
         """Returns couplings of the class layer ``[b, n, i]``, children ordered (row, column, type)."""
         children, below = self._routed_children(x)
         poses, activations = self._poses(children), self._activations(children)
