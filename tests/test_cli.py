@@ -373,7 +373,7 @@ def test_model_errors(trained: Path, pictures: Path, tmp_path: Path) -> None:
     assert "sha256 differs" in fails(1, "predict", damaged, picture)
     alone = tmp_path / "alone.safetensors"
     alone.write_bytes(b"")
-    assert "side by side" in fails(1, "predict", alone, picture)
+    assert "alone.json" in fails(1, "predict", alone, picture)
 
 
 # -- explain ----------------------------------------------------------------------------------------------------------

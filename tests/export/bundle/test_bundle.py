@@ -572,7 +572,7 @@ def test_no_bundle(tmp_path: Path) -> None:
     with pytest.raises(CapszooError, match="no bundle"):
         check_bundle(tmp_path)
     (tmp_path / "model.onnx").write_text("x")
-    with pytest.raises(CapszooError, match="model.onnx is a file: give the bundle's folder"):
+    with pytest.raises(CapszooError, match="model.onnx: ONNX Runtime does not load it"):
         check_bundle(tmp_path / "model.onnx")
     (tmp_path / "manifest.json").write_text("{")
     with pytest.raises(CapszooError, match="cannot be read"):
