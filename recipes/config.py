@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AugmentConfig",
+    "DERIVED_KEYS",
     "DataConfig",
     "FeedbackConfig",
     "MACHINE_KEYS",
@@ -57,7 +58,10 @@ __all__ = [
 MACHINE_KEYS = frozenset({"channels_last", "compile", "precision"})
 
 #: Keys of a recipe that change no update: they may differ between a run's sessions, and between runs of one recipe.
-NEUTRAL_KEYS = frozenset({"description", "checkpoint_every", "routing_images"})
+NEUTRAL_KEYS = frozenset({"description", "checkpoint_every", "eval_batch_size", "routing_images"})
+
+#: Keys of a recipe that `finetune` derives from the number of images and from other keys.
+DERIVED_KEYS = frozenset({"batch_size", "data.val_size", "early_stop", "schedule.warmup_epochs"})
 
 CONFIGS = Path(__file__).resolve().parent / "configs"
 FIXED = ("arch", "tag", "profile", "profiles", "data.name")
@@ -360,6 +364,8 @@ class Recipe(_Section):
     channels_last: bool = True
     compile: bool | Literal["reduce-overhead"] = False
     """Train through torch.compile; "reduce-overhead" also records CUDA graphs, for small networks on a GPU."""
+    eval_batch_size: Positive | None = None
+    """Images of a forward pass of validation and of the test at the end; chosen by the memory where it is left out."""
     checkpoint_every: Positive | None = None
     """Updates between checkpoints, beside those at the ends of epochs."""
     routing_images: NonNegative = 0

@@ -49,9 +49,10 @@ def evaluate(
         device: None selects CUDA if available.
 
     Returns:
-        `{"model", "dataset", "split", "accuracy", "top1" (per cent), "errors", "n", "stated", "notes"}`: `accuracy` is
-        the kind of `top1`, "top-1" or, for images with several labels, the "exact set"; `stated` is the metadata's top1
-        for this split, if all of its images were evaluated, else None; `notes` are lines about classes that differ.
+        `{"model", "dataset", "split", "accuracy", "top1" (per cent), "errors", "n", "stated", "notes", "per_class"}`:
+        `accuracy` is the kind of `top1`, "top-1" or, for images with several labels, the "exact set"; `stated` is the
+        metadata's top1 for this split, if all of its images were evaluated, else None; `notes` are lines about classes
+        that differ; `per_class` has for each class `{"label", "n", "right"}`, the images of it and those recognised.
 
     Raises:
         UsageError: `batch_size` is below 1.
@@ -72,6 +73,7 @@ def evaluate(
         "n": result.n,
         "stated": stated_top1(target),
         "notes": list(target.notes),
+        "per_class": [{"label": row.label, "n": row.n, "right": row.right} for row in result.per_class],
     }
 
 

@@ -35,7 +35,7 @@ from capszoo.models._blocks import freeze_batch_statistics
 from capszoo.models._pretrained import WeightsError
 
 from .config import Recipe, RecipeError, load_recipe
-from .evaluation.metrics import count_correct
+from .evaluation.metrics import count_correct, mean_recall
 from .evaluation.target import score_threshold
 from .training.anomaly import NonFiniteDetector
 from .training.begin import begin_run, begin_stage
@@ -54,7 +54,9 @@ from .training.distributed import (
 from .training.finish import finish_run, result_of_finished
 from .training.log import RunLog, epoch_line, setback_line
 from .training.run_folder import (
+    FolderBefore,
     RunLock,
+    check_counts,
     check_data,
     check_run,
     closing_lock,
@@ -164,10 +166,13 @@ def _prepare(
         if accelerator.is_main_process:
             if out.is_dir():  # else it is created and locked after recipe and data are checked
                 lock.acquire()
+            if isinstance(data, RunData):  # settings that follow from the number of images would differ, too
+                check_counts(out, data.counts)
             check_run(recipe, out, resume)
         found = data if isinstance(data, RunData) else load_data(recipe, data)
         steps = len(found.training) // recipe.batch_size
         if accelerator.is_main_process:
+            check_counts(out, found.counts)
             check_data(out, found.fingerprints, accept_data)
         run = Run(recipe, out, accelerator, found, steps, stop_after, commit, lock)
         check_stages(run)
@@ -319,10 +324,12 @@ def _end_epoch(run: Run, state: TrainState, log: RunLog, clock: _Clock, stopping
                 torch.distributed.broadcast(buffer, 0)
         threshold = score_threshold(recipe.loss.name)
         counts = count_correct(state.evaluated, state.held_out, run.accelerator.autocast(), threshold)
-        right, n = run.accelerator.reduce(counts).tolist()
-        record["val_top1"] = round(100 * right / n, 4)
+        right, images = run.accelerator.reduce(counts).tolist()
+        record["val_top1"] = round(100 * sum(right) / sum(images), 4)
+        if not run.data.training.spec.multi_label:
+            record |= {"val_recall": round(mean_recall(right, images), 4), "val_right": right}
         if state.best:
-            state.best.see(record["epoch"], record["val_top1"], state.evaluated)
+            state.best.see(record["epoch"], record, state.evaluated)
     state.seconds = clock.seconds()
     record["seconds"] = round(state.seconds, 1)
     state.sums.zero_()
@@ -374,7 +381,18 @@ def _train(run: Run) -> dict[str, Any]:
     done = gather_object([done])[0]
     if done is not None:
         return done
-    state, log = begin_run(run)
+    state, before = None, FolderBefore(run.out)
+    try:
+        state, log = begin_run(run)
+        return _run_to_end(run, state, log)
+    except Exception as error:
+        if run.main and not isinstance(error, Stopped) and (state is None or not state.step):
+            before.restore()
+        raise
+
+
+def _run_to_end(run: Run, state: TrainState, log: RunLog) -> dict[str, Any]:
+    """Make the updates that are left; returns the result of `train`."""
     clock = _Clock(state)
     state.saved_at = time.monotonic()
     try:

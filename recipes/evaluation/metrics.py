@@ -23,7 +23,9 @@ __all__ = [
     "all_right",
     "assess",
     "count_correct",
+    "mean_recall",
     "predicted",
+    "recall_line",
     "reproduced",
     "scored",
     "stated_top1",
@@ -63,11 +65,13 @@ def all_right(scores: Tensor, labels: Tensor, count: int | None = None, threshol
 
 @dataclass(frozen=True)
 class ClassFigures:
-    """Results of one class: its number of images, and in per cent the share of these that is predicted as it (recall),
-    the share of predictions of it that is right (precision), and their harmonic mean; None for a denominator of 0."""
+    """Results of one class: its number of images and how many of them are predicted as it, and in per cent their share
+    (recall), the share of predictions of it that is right (precision), and their harmonic mean; None for a denominator
+    of 0."""
 
     label: str
     n: int
+    right: int
     recall: float | None
     precision: float | None
     f1: float | None
@@ -149,7 +153,7 @@ class Tally:
             top5=100 * first_five / n if self.single and self.num_classes > 5 else None,
             exact_set=None if self.single else 100 * right / n,
             per_class=tuple(
-                ClassFigures(label, t, _per_cent(h, t), _per_cent(h, f), _per_cent(2 * h, t + f))
+                ClassFigures(label, t, h, _per_cent(h, t), _per_cent(h, f), _per_cent(2 * h, t + f))
                 for label, h, t, f in zip(
                     label_names, hits.tolist(), there.tolist(), found.tolist(), strict=True
                 )
@@ -195,18 +199,56 @@ def count_correct(
     autocast: AbstractContextManager[Any] | None = None,
     threshold: float = 0.5,
 ) -> Tensor:
-    """Run the net in eval mode over one epoch; return int64 (right, all) [2] on the data's device.
+    """Run the net in eval mode over one epoch; return its right answers and its images by class.
 
-    `threshold` applies to images with a varying number of labels: see `all_right`.
+    Args:
+        net: the network.
+        batches: images, on the net's device.
+        autocast: context of the forward passes.
+        threshold: for images with a varying number of labels, see `all_right`.
+
+    Returns:
+        int64 (right, all) ``[2, n]`` on the data's device, a column for each of n classes; images with several labels
+        have a single column.
     """
-    totals = torch.zeros(2, dtype=torch.int64, device=batches.device)
+    spec = batches.data.spec
+    columns = 1 if spec.multi_label else spec.num_classes
+    totals = torch.zeros(2, columns, dtype=torch.int64, device=batches.device)
     with evaluating(net), autocast or nullcontext():
         for batch in batches.epoch():
             images = batch.images.contiguous(memory_format=torch.channels_last)
-            known = batches.data.spec.labels_per_image
-            totals[0] += all_right(net(images), batch.labels, known, threshold).sum()
-            totals[1] += len(batch.labels)
+            right = all_right(net(images), batch.labels, spec.labels_per_image, threshold)
+            label = torch.zeros_like(right, dtype=torch.int64) if spec.multi_label else batch.labels
+            totals[0] += torch.bincount(label[right], minlength=columns)
+            totals[1] += torch.bincount(label, minlength=columns)
     return totals
+
+
+def mean_recall(right: Sequence[int], images: Sequence[int]) -> float:
+    """Mean of the recalls in per cent, over the classes that have images."""
+    recalls = [100 * r / n for r, n in zip(right, images, strict=True) if n]
+    return sum(recalls) / len(recalls)
+
+
+def recall_line(split: str, names: Sequence[str], right: Sequence[int], images: Sequence[int]) -> str | None:
+    """The lowest recall of a class, and the classes without images, in one line; None for equal recalls of all.
+
+    Args:
+        split: "validation" or "test".
+        names: of the classes.
+        right, images: number of right answers and of images of each class.
+    """
+    empty = [name for name, n in zip(names, images, strict=True) if not n]
+    recalls = [(r / n, k) for k, (r, n) in enumerate(zip(right, images, strict=True)) if n]
+    parts = []
+    if recalls and min(recalls)[0] < max(recalls)[0]:
+        share, k = min(recalls)
+        lowest = f"lowest {100 * share:.2f}% ({names[k]}, {right[k]:,} of {images[k]:,} images)"
+        parts.append(f"mean {mean_recall(right, images):.2f}%, {lowest}")
+    if empty:
+        more = f" and {len(empty) - 5} more" if len(empty) > 5 else ""
+        parts.append(f"no images of {', '.join(empty[:5])}{more}")
+    return f"recall ({split}): {'; '.join(parts)}" if parts else None
 
 
 def stated_top1(target: EvalTarget) -> float | None:

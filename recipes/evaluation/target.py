@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial, wraps
+from functools import cached_property, partial, wraps
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -45,6 +45,7 @@ from capszoo.preprocess import model_framing, model_input_size, per_channel
 from capszoo.scores import kind_for, score_kind
 
 from .crops import Crops, default_side
+from .memory import fitting_images
 
 _logger = logging.getLogger("capszoo.evaluation")
 
@@ -67,10 +68,11 @@ MOST_PIXELS = 64 * 224 * 224
 
 
 def evaluation_batch(size: Sequence[int], device: torch.device, trained: int | None = None) -> int:
-    """Images per forward pass of an evaluation, unless a user states a number.
+    """Images per forward pass of an evaluation, unless a user states a number, and as far as they fit the memory.
 
-    It is 500, and less for images above 80x80. Twice the batch of training always fits, because training keeps the
-    layers' outputs. A GPU takes no more than that: the largest layer of `capsnet_em` takes 30 GB for 500 images.
+    It is 500, and less for images above 80x80, but twice the batch of training, which keeps the layers' outputs. A GPU
+    takes no more than that: the largest layer of `capsnet_em` takes 30 GB for 500 images. `fitting_images` bounds the
+    number, because the memory of many networks grows with the number of classes.
 
     Args:
         size: height and width of the images.
@@ -177,11 +179,13 @@ class EvalTarget:
     def recipe(self) -> RecipeRecord:
         return self.info.metadata.trained if self.info else RecipeRecord()
 
-    @property
+    @cached_property
     def batch_size(self) -> int:
         """Images per forward pass, unless a user states a number."""
         trained = (self.recipe.batch_size or 0) // max(self.recipe.accumulate or 1, 1)
-        return evaluation_batch(self.images.size, self.images.device, trained)
+        most = evaluation_batch(self.images.size, self.images.device, trained)
+        channels, *size = self.images.spec.input_size
+        return min(most, fitting_images(self.net, (channels, *(self.crops.size if self.crops else size))))
 
     def batches(
         self, batch_size: int | None, progress: Callable[[int], None] | None = None

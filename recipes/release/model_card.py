@@ -21,6 +21,7 @@ from capszoo.models._papers import PAPERS
 from capszoo.models._pretrained import HUB_FILENAME, METADATA_FILENAME, WeightsInfo, bundled_tags
 from capszoo.scores import SCORE_KINDS
 
+from ..evaluation.metrics import recall_line
 from .paper_results import (
     began_with,
     counted,
@@ -238,9 +239,10 @@ def _classes(info: WeightsInfo) -> str:
         name = label.replace("|", "\\|")  # else it would end the cell
         lines.append(f"| {name} | {n:,} | {f'{100 * right / n:.1f}' if n else ''} |")
     table = "\n".join(lines)
-    if len(lines) <= MOST_ROWS + 2:
-        return table
-    return f"<details><summary>By class</summary>\n\n{table}\n\n</details>"
+    if len(lines) > MOST_ROWS + 2:
+        table = f"<details><summary>By class</summary>\n\n{table}\n\n</details>"
+    worst = recall_line(found.split, info.label_names or (), found.right, found.images)
+    return f"{worst[0].upper()}{worst[1:]}.\n\n{table}" if worst else table
 
 
 def _files(info: WeightsInfo, local: bool) -> str:

@@ -10,10 +10,11 @@ from timm.layers import convert_sync_batchnorm
 from timm.utils import ModelEmaV3
 from torch import nn
 
-from capszoo.data import Batches
+from capszoo.data import Batches, ImageSet, StreamedSet
 from capszoo.layers import engine_report
 
 from ..config import RecipeError
+from ..evaluation.memory import fitting_images
 from ..evaluation.target import evaluation_batch
 from .checkpoints import Checkpoint, latest_checkpoint
 from .distributed import TrainingError, gather_object, raise_on_all_ranks, set_seed
@@ -25,7 +26,7 @@ from .run_folder import check_room, note_session, open_run, read_sessions, versi
 from .setup import create_feedback, create_net, create_optimizer, create_scheduler
 from .stages import Stage, stage_at, staged_data
 from .state import Run, TrainState, distribute, restore, save_state
-from .step import create_step
+from .step import create_step, one_value_error
 
 __all__ = ["begin_run", "begin_stage", "training_engines"]
 
@@ -35,14 +36,15 @@ def begin_run(run: Run) -> tuple[TrainState, RunLog]:
     with raise_on_all_ranks(run.accelerator):
         checkpoint, skipped = latest_checkpoint(run.out)
         if checkpoint:
-            _check_number_of_images(run, checkpoint)
+            _check_updates(run, checkpoint)
         elif read_records(run.out / "metrics.jsonl"):  # starting again would delete them
             raise TrainingError(
                 f"no checkpoint of the run in {run.out} can be read: put checkpoints/ back, or choose another --out"
             )
         epoch = checkpoint.state["step"] // run.steps if checkpoint else 0
         state = _create_state(run, stage_at(run.recipe, epoch), initial=checkpoint is None)
-        # Create the run's folder only now, after recipe and data are checked.
+        # Create the run's folder only now, after recipe, data and network are checked.
+        engines = training_engines(run, state.net, state.batches.target) if run.main else None
         if run.main:
             open_run(run.recipe, run.out, run.lock)
             check_room(run.out, run.recipe, state.net)
@@ -58,7 +60,7 @@ def begin_run(run: Run) -> tuple[TrainState, RunLog]:
         log = RunLog(run.out, run.main, run.total, state.step)
         before = (read_sessions(run.out) or [{}])[-1].get("precision") or run.recipe.precision
         if run.main:
-            _note_session(run, state)
+            _note_session(run, state, engines)
     for line in (*skipped, *(f"left out: {line}" for line in run.data.skipped)):
         log.say(line)
     log.say(f"{run.recipe.data.name}: {run.data.summary.sentence()}")
@@ -96,20 +98,9 @@ def begin_run(run: Run) -> tuple[TrainState, RunLog]:
     return state, log
 
 
-def _check_number_of_images(run: Run, checkpoint: Checkpoint) -> None:
-    """Refuse more or fewer images than before, though the user accepts other ones.
-
-    Epochs of another number of updates would shift. Another number of images would be split differently: images that
-    were trained on would become validation images.
-    """
-    counts: dict[str, int] = checkpoint.state.get("images", {})  # earlier versions stored neither
-    for split, now in run.data.counts.items():
-        if split != "test" and counts.get(split, now) != now:
-            raise TrainingError(
-                f"the run in {run.out} has {counts[split]:,} images of {split}, now there are {now:,}: "
-                "put the images back, or choose another --out"
-            )
-    before = checkpoint.state.get("updates_per_epoch", run.steps)
+def _check_updates(run: Run, checkpoint: Checkpoint) -> None:
+    """Refuse epochs of another number of updates than before."""
+    before = checkpoint.state.get("updates_per_epoch", run.steps)  # earlier versions did not store it
     if before != run.steps:
         raise TrainingError(
             f"the run in {run.out} has {before} updates an epoch, {len(run.data.training):,} images make {run.steps}: "
@@ -157,19 +148,22 @@ def _create_state(run: Run, stage: Stage, initial: bool) -> TrainState:
         cutout_epochs=recipe.epochs - augment.cutout_off_epochs,
         **shares,
     )
-    measured = evaluation_batch(validation.size, device, recipe.batch_size // recipe.accumulate)
-    held_out = Batches(validation.to(device), measured, **shares) if len(validation) else None
-    if recipe.early_stop and not held_out:
-        raise RecipeError(f"{recipe.name}: early_stop needs validation images: set data.val_size")
-
+    if recipe.early_stop and not len(validation):
+        raise RecipeError(
+            f"{recipe.name}: early_stop needs validation images: set data.val_size, or early_stop=null"
+        )
     set_seed(recipe.seed)
     net = create_net(recipe, training.spec, initial).to(device).to(memory_format=run.layout)
+    held_out = None
+    if len(validation):
+        held_out = Batches(validation.to(device), _validation_batch(run, net, validation), **shares)
     if _normalises(net) and run.world > 1 and device.type == "cuda":
         net = convert_sync_batchnorm(net)  # statistics of the whole batch, as on one GPU
     ema = ModelEmaV3(net, decay=recipe.ema_decay, use_warmup=True) if recipe.ema_decay else None
     feedback = create_feedback(recipe, net)
     optimizer = create_optimizer(recipe, net, feedback)
-    best = BestEpoch(recipe.early_stop) if recipe.early_stop else None
+    measure = "val_recall" if recipe.data.balance else "val_top1"
+    best = BestEpoch(recipe.early_stop, measure) if recipe.early_stop else None
     step_module = create_step(recipe, net, feedback, training.spec.multi_label)
     scheduler = create_scheduler(recipe, optimizer, run.steps)
     probe = None
@@ -192,11 +186,23 @@ def _create_state(run: Run, stage: Stage, initial: bool) -> TrainState:
     )
 
 
+def _validation_batch(run: Run, net: nn.Module, validation: ImageSet | StreamedSet) -> int:
+    """Images of a forward pass of validation, the same on all processes."""
+    if run.recipe.eval_batch_size:
+        return run.recipe.eval_batch_size
+    trained = run.recipe.batch_size // run.recipe.accumulate
+    most = evaluation_batch(validation.size, run.device, trained)
+    fits = fitting_images(net, validation.spec.input_size)
+    # on a CPU the processes share the memory
+    fits = max(1, fits // run.world) if run.device.type == "cpu" else fits
+    return int(min(gather_object([min(most, fits)])))
+
+
 def _normalises(net: nn.Module) -> bool:
     return any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in net.modules())
 
 
-def _note_session(run: Run, state: TrainState) -> None:
+def _note_session(run: Run, state: TrainState, engines: dict[str, str] | None) -> None:
     session = {
         "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "from_update": state.step,
@@ -209,7 +215,7 @@ def _note_session(run: Run, state: TrainState) -> None:
         "channels_last": run.recipe.channels_last,
         "versions": versions(),
         "data": run.data.fingerprints,
-        "engines": training_engines(run, state.net, state.batches.target),
+        "engines": engines,
     }
     note_session(run.out, session)
 
@@ -219,6 +225,9 @@ def training_engines(run: Run, net: nn.Module, size: Sequence[int]) -> dict[str,
 
     It is the engine of the run's own precision and ``compile``. None for a network that cannot run without data (on the
     meta device), such as some backbones.
+
+    Raises:
+        RecipeError: a batch of which BatchNorm has one value.
     """
     batch = run.recipe.batch_size // run.world // run.recipe.accumulate
     images = (run.data.training.spec.input_size[0], *size)
@@ -228,4 +237,6 @@ def training_engines(run: Run, net: nn.Module, size: Sequence[int]) -> dict[str,
             choices = engine_report(net, batch, True, run.device.type, input_size=images, mode=mode)
     except (RuntimeError, NotImplementedError):
         return None
+    except ValueError as error:
+        raise one_value_error(error) from error
     return {choice.name: choice.engine.name for choice in choices}

@@ -32,10 +32,12 @@ from capszoo.models._pretrained import sha256_of
 __all__ = [
     "Checkpoint",
     "check_position",
+    "checkpoint_folders",
     "clear_leftovers",
     "latest_checkpoint",
     "room_missing",
     "save_checkpoint",
+    "step_of",
     "threads_of_run",
     "write_atomically",
     "write_safetensors",
@@ -129,12 +131,23 @@ def save_checkpoint(
         _sync(root)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    every = sorted(root.glob("step-*"))
+    every = checkpoint_folders(run)
     now = every.index(target) + 1
     # those of later steps are damaged: else the run would have resumed from them
     for old in every[: max(0, now - KEEP)] + every[now:]:
         shutil.rmtree(old, ignore_errors=True)
     return target
+
+
+def checkpoint_folders(run: Path) -> list[Path]:
+    """Folders of a run's checkpoints, oldest first; those of other names, such as copies, are the user's."""
+    found = [path for path in (run / "checkpoints").glob("step-*") if re.fullmatch(r"step-\d{8,}", path.name)]
+    return sorted(found, key=step_of)
+
+
+def step_of(folder: Path) -> int:
+    """Number of updates of the checkpoint in a folder."""
+    return int(folder.name.removeprefix("step-"))
 
 
 def check_position(state: Any) -> None:
@@ -178,7 +191,7 @@ def _read(folder: Path) -> Checkpoint:
 def latest_checkpoint(run: Path) -> tuple[Checkpoint | None, list[str]]:
     """The newest valid checkpoint of a run, and one line about each newer one that is damaged."""
     skipped: list[str] = []
-    for folder in sorted((run / "checkpoints").glob("step-*"), reverse=True):
+    for folder in reversed(checkpoint_folders(run)):
         try:
             return _read(folder), skipped
         # SafetensorError, UnpicklingError, RecursionError, …: the previous one may be valid
@@ -190,7 +203,7 @@ def latest_checkpoint(run: Path) -> tuple[Checkpoint | None, list[str]]:
 
 def threads_of_run(run: Path) -> int | None:
     """CPU threads used for the newest checkpoint: floating-point sums depend on their number."""
-    for folder in sorted((run / "checkpoints").glob("step-*"), reverse=True):
+    for folder in reversed(checkpoint_folders(run)):
         with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
             return int(json.loads((folder / "state.json").read_text(encoding="utf-8"))["threads"])
     return None

@@ -11,17 +11,22 @@ __all__ = ["BestEpoch"]
 
 
 class BestEpoch:
-    """The weights of the epoch with the best validation accuracy; for equal accuracies, the latest.
+    """The weights of the epoch that is best on the validation images; of equally good ones, the latest.
 
     (The latest, because the learning rate falls and accuracies on a small validation set often tie. Patience counts
     from the last epoch that was strictly better.)
 
     Args:
         patience: number of epochs without a better one after which training stops.
+        measure: the key of an epoch's record that is compared: "val_top1", or "val_recall", the mean of the recalls of
+            the classes, where training shows each class equally often.
     """
 
-    def __init__(self, patience: int) -> None:
+    def __init__(self, patience: int, measure: str = "val_top1") -> None:
         self.patience = patience
+        self.measure = measure
+        self.score = float("-inf")
+        """The measure of the epoch that is kept, in per cent."""
         self.top1 = float("-inf")
         self.epoch = 0
         """The epoch that is kept, counted from 1."""
@@ -29,12 +34,13 @@ class BestEpoch:
         """The last epoch that was better than all before."""
         self.weights: dict[str, Tensor] = {}
 
-    def see(self, epoch: int, top1: float, net: nn.Module) -> None:
-        """Record an epoch's accuracy, and the net's weights if it is the best so far."""
-        if top1 > self.top1:
+    def see(self, epoch: int, record: Mapping[str, Any], net: nn.Module) -> None:
+        """See an epoch's record, and keep the net's weights if it is the best so far."""
+        score = record[self.measure]
+        if score > self.score:
             self.risen = epoch
-        if top1 >= self.top1:
-            self.top1, self.epoch = top1, epoch
+        if score >= self.score:
+            self.score, self.top1, self.epoch = score, record["val_top1"], epoch
             self.weights = {name: value.detach().clone() for name, value in net.state_dict().items()}
 
     def over(self, epoch: int) -> bool:
@@ -43,10 +49,15 @@ class BestEpoch:
 
     def state(self) -> dict[str, Any]:
         """State for a checkpoint, besides the weights."""
-        return {"top1": self.top1, "epoch": self.epoch, "risen": self.risen} if self.risen else {}
+        if not self.risen:
+            return {}
+        kept = {"top1": self.top1, "epoch": self.epoch, "risen": self.risen}
+        return kept | {"measure": self.measure, "score": self.score}
 
     def restore(self, state: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
         """Restore the state from a checkpoint; an empty state is the initial one."""
         self.top1 = state.get("top1", float("-inf"))
+        if state:  # runs of earlier versions compared top-1, and go on so
+            self.measure, self.score = state.get("measure", "val_top1"), state.get("score", self.top1)
         self.epoch, self.risen = state.get("epoch", 0), state.get("risen", 0)
         self.weights = dict(weights)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from capszoo.data import Batches, ImageSet
+import torch
+
+from capszoo.data import Batches, DatasetSpec, ImageSet
 from capszoo.models._pretrained import sha256_of
 
 from ..evaluate import evaluate
+from ..evaluation.metrics import recall_line
 from ..weights import finished_metadata, write_weights
 from .checkpoints import latest_checkpoint
 from .distributed import TrainingError, raise_on_all_ranks
@@ -20,6 +24,9 @@ from .state import Run, TrainState
 __all__ = ["finish_run", "result_of_finished"]
 
 GOLDEN_IMAGES = 4
+
+#: Factor of the recall of guessing, below which a network has hardly learned.
+GUESSING = 1.2
 
 
 def result_of_finished(run: Run) -> dict[str, Any] | None:
@@ -63,7 +70,10 @@ def finish_run(run: Run, state: TrainState, log: RunLog) -> dict[str, Any]:
         state.evaluated.load_state_dict(state.best.weights)
         epoch = f"epoch {state.best.epoch} of {recipe.epochs}"
         ended = "" if state.step == run.total else f" (stopped: no better epoch in {recipe.early_stop} more)"
-        log.say(f"kept: {epoch}, validation {spec.accuracy} {state.best.top1:.2f}%{ended}")
+        by = f", mean recall {state.best.score:.2f}%" if state.best.measure == "val_recall" else ""
+        log.say(f"kept: {epoch}, validation {spec.accuracy} {state.best.top1:.2f}%{by}{ended}")
+    if run.main and state.held_out:
+        _say_validation(run, state, log)
     net = state.evaluated
     with raise_on_all_ranks(run.accelerator):
         if run.main:
@@ -85,16 +95,51 @@ def finish_run(run: Run, state: TrainState, log: RunLog) -> dict[str, Any]:
             result["weights"] = write(evaluated=False)
             log.result(weights_line(result["weights"]))
             if run.data.test is not None:
-                figures = evaluate(result["weights"], run.data.test, device=run.device)
+                figures = evaluate(
+                    result["weights"], run.data.test, batch_size=recipe.eval_batch_size, device=run.device
+                )
                 details["metrics"]["test"] = {key: figures[key] for key in ("top1", "errors", "n")}
             # without validation and test images there are no metrics, which otherwise mark a finished run
             write(**({} if details["metrics"] else {"evaluated": True}))
             if run.data.test is not None:
                 log.result(accuracy_line("test", spec.accuracy, figures))
+                right, images = ([row[key] for row in figures["per_class"]] for key in ("right", "n"))
+                _say_recalls(log, "test", spec, right, images)
             elif "validation" in details["metrics"]:
                 log.result(accuracy_line("validation", spec.accuracy, details["metrics"]["validation"]))
             result |= details["metrics"]
     return result
+
+
+def _say_recalls(
+    log: RunLog, split: str, spec: DatasetSpec, right: Sequence[int], images: Sequence[int]
+) -> None:
+    """Print the lowest recall and the classes without images; nothing where images have several labels."""
+    line = None if spec.multi_label else recall_line(split, spec.label_names, right, images)
+    if line:
+        log.say(line)
+
+
+def _kept_record(state: TrainState, log: RunLog) -> dict[str, Any]:
+    """Record of the epoch whose weights are kept; empty if the file has none."""
+    records = [r for r in log.records() if not state.best or r["epoch"] == state.best.epoch]
+    return records[-1] if records else {}
+
+
+def _say_validation(run: Run, state: TrainState, log: RunLog) -> None:
+    """Print what the validation accuracy of the kept epoch hides: rare classes, and a net that only guesses."""
+    spec, record = run.data.training.spec, _kept_record(state, log)
+    right = record.get("val_right")
+    if not right:  # several labels, no validation images, or a run of an earlier version
+        return
+    images = torch.bincount(run.data.validation.labels.cpu(), minlength=spec.num_classes).tolist()
+    _say_recalls(log, "validation", spec, right, images)
+    chance = 100 / sum(n > 0 for n in images)
+    if max(record["val_recall"], record["train_top1"] if run.recipe.data.balance else 0) < GUESSING * chance:
+        log.say(
+            f"note: a mean recall of {record['val_recall']:.2f}% is not much more than guessing ({chance:.2f}%): the "
+            "network has hardly learned. Try another learning rate (--lr), more epochs, or other starting weights"
+        )
 
 
 def _details(run: Run, state: TrainState, log: RunLog) -> dict[str, Any]:
@@ -130,13 +175,15 @@ def _details(run: Run, state: TrainState, log: RunLog) -> dict[str, Any]:
     if spec.value_range:
         details["value_range"] = list(spec.value_range)
     if state.held_out:
-        top1 = state.best.top1 if state.best else (log.records() or [{}])[-1].get("val_top1")
+        top1 = state.best.top1 if state.best else _kept_record(state, log).get("val_top1")
         if top1 is None:
             raise TrainingError(
                 f"{log.metrics} has no validation accuracy of the last epoch: put the file back, "
                 "or choose another --out"
             )
         details["metrics"]["validation"] = {"top1": top1, "n": len(data.validation)}
+        if state.best and state.best.measure == "val_recall":
+            details["metrics"]["validation"]["recall"] = state.best.score
     return details | _machines(run.out)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -15,11 +16,14 @@ from capszoo.metadata import first_complaint
 from capszoo.models._pretrained import named_weights
 
 from ..yaml_tree import YamlError, read_yaml
+from .checkpoints import checkpoint_folders, step_of
+
+_logger = logging.getLogger("capszoo.training")
 
 __all__ = ["find_runs", "history_of", "read_records", "records_of", "trained_images"]
 
 #: Keys of an epoch's record that are stored with the weights; the seconds of training are for time to accuracy.
-KEPT = ("epoch", "lr", "train_loss", "train_top1", "val_loss", "val_top1", "seconds")
+KEPT = ("epoch", "lr", "train_loss", "train_top1", "val_loss", "val_top1", "val_recall", "seconds")
 
 
 class _Votes(BaseModel):
@@ -53,13 +57,29 @@ class _Epoch(BaseModel):
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """The epochs' records of a `metrics.jsonl`, without a line truncated by a kill. Empty if there is no file."""
-    found: list[Any] = []
-    if path.is_file():
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            with suppress(ValueError, RecursionError):
-                found.append(json.loads(line))
-    return [record for record in found if isinstance(record, dict)]
+    """The epochs' records of a `metrics.jsonl`; empty if there is no file.
+
+    A damaged line, without the numbers of its epoch and update, is left out with a warning; the last one, which a kill
+    may have truncated, silently.
+    """
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
+    found: list[dict[str, Any]] = []
+    for number, line in enumerate(lines, 1):
+        record: Any = None
+        with suppress(ValueError, RecursionError):
+            record = json.loads(line)
+        if isinstance(record, dict) and _placed(record):
+            found.append(record)
+        elif number < len(lines) or record is not None:
+            _logger.warning("%s: line %d is no record of an epoch and is left out", path, number)
+    return found
+
+
+def _placed(record: Mapping[str, Any]) -> bool:
+    """Whether a record states its epoch and its update; by type, as `true` is an int."""
+    return all(
+        type(record.get(key)) is int and record[key] >= least for key, least in (("epoch", 1), ("step", 0))
+    )
 
 
 def history_of(records: Sequence[Mapping[str, Any]]) -> dict[str, list[float | None]]:
@@ -101,8 +121,8 @@ def trained_images(run: Path) -> int:
         batch = _batch_size(file) if file.is_file() else 0
     except (CapszooError, OSError):
         return 0  # damaged: the run itself says so
-    epochs = [record.get("step", 0) for record in read_records(run / "metrics.jsonl")]
-    saved = [int(folder.name.partition("-")[2]) for folder in run.glob("checkpoints/step-[0-9]*")]
+    epochs = [record["step"] for record in read_records(run / "metrics.jsonl")]
+    saved = [step_of(folder) for folder in checkpoint_folders(run)]
     return batch * max([0, *epochs, *saved])
 
 

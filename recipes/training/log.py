@@ -156,7 +156,7 @@ class RunLog:
         with self.metrics.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
         for key, value in record.items():
-            if key not in ("epoch", "step", "routing") and value is not None:
+            if key not in ("epoch", "step", "routing", "val_right") and value is not None:
                 self.events.add_scalar(f"epoch/{key}", value, record["step"])
         self.events.flush()
         if last or time.monotonic() - self.drawn > SECONDS_BETWEEN_CURVES:

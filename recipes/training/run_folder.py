@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shlex
+import shutil
 import socket
 import sys
 from collections.abc import Iterator, Mapping
@@ -23,22 +25,26 @@ import yaml
 from torch import nn
 
 import capszoo
-from capszoo._files import not_writable
+from capszoo._files import expanded, not_writable
 
-from ..config import MACHINE_KEYS, NEUTRAL_KEYS, Recipe
+from ..config import DERIVED_KEYS, MACHINE_KEYS, NEUTRAL_KEYS, Recipe
+from ..weights import finished_metadata
 from ..yaml_tree import YamlError, read_yaml
-from .checkpoints import clear_leftovers, room_missing, write_atomically
+from .checkpoints import checkpoint_folders, clear_leftovers, room_missing, write_atomically
 from .distributed import TrainingError
 
 __all__ = [
     "LOCK",
+    "FolderBefore",
     "RunLock",
+    "check_counts",
     "check_data",
     "check_room",
     "check_run",
     "closing_lock",
     "compared_settings",
     "first_difference",
+    "is_unused",
     "note_session",
     "open_run",
     "read_sessions",
@@ -50,7 +56,10 @@ LOCK = ".lock"
 
 
 def check_run(recipe: Recipe, out: Path, resume: bool) -> None:
-    """Refuse a folder with another recipe's run, or one whose recipe cannot be read; writes nothing."""
+    """Refuse a folder with another recipe's run, or one whose recipe cannot be read; writes nothing.
+
+    A recipe of which no checkpoint was made, such as after a start that failed, may be another one.
+    """
     for before in (out / "recipe.yaml", out / "recipe.json"):  # older runs have the JSON file
         if before.is_file():
             break
@@ -79,12 +88,92 @@ def check_run(recipe: Recipe, out: Path, resume: bool) -> None:
     wanted_recipe = recipe.model_dump(mode="json")
     for key in (MACHINE_KEYS | NEUTRAL_KEYS) & old.keys():
         old[key] = wanted_recipe[key]
+    if _same_folder(old, wanted_recipe):
+        old["data"]["name"] = wanted_recipe["data"]["name"]
     key, was, wanted = first_difference(old, wanted_recipe)
-    if key:
+    if key and not is_unused(out):
+        resumed = f"resume that run: capszoo train {before} --out {out}"
         raise TrainingError(
             f"{out} holds a run with {key}={was}, this recipe says {wanted}: choose another --out, "
-            f"or resume that run: capszoo train {before} --out {out}"
+            f"or {_start_from(out) or resumed}"
         )
+
+
+def _same_folder(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
+    """Whether two recipes name one folder of images, by a relative and by an absolute path."""
+    names = [str((tree.get("data") or {}).get("name")) for tree in (old, new)]
+    prefixes = [name.partition(":")[0] for name in names]
+    places = [os.path.realpath(expanded(name.partition(":")[2])) for name in names]
+    return all(":" in name for name in names) and prefixes[0] == prefixes[1] and places[0] == places[1]
+
+
+def _start_from(out: Path) -> str:
+    """How to start another run from a finished one; empty if the run is not finished."""
+    if finished_metadata(out) is None:
+        return ""
+    return f"start from its weights: capszoo finetune {shlex.quote(str(out))} --data DATA --out NEW"
+
+
+def is_unused(out: Path) -> bool:
+    """True for a folder that has no checkpoint, no record of an epoch and no weights of a run."""
+    records = out / "metrics.jsonl"
+    written = records.is_file() and records.stat().st_size
+    return not (written or checkpoint_folders(out) or any(out.glob("*.safetensors")))
+
+
+def check_counts(out: Path, counts: Mapping[str, int]) -> None:
+    """Refuse more or fewer images than those of the run so far, also where the user accepts other ones.
+
+    Epochs of another number of updates would shift. Another number of images would be split differently: images that
+    were trained on would become validation images.
+
+    Args:
+        out: the run's folder; its newest checkpoint states the numbers.
+        counts: number of images of each split.
+
+    Raises:
+        TrainingError: the numbers differ; the message names the split.
+    """
+    before: Any = {}
+    for folder in reversed(checkpoint_folders(out)):
+        with suppress(OSError, ValueError, TypeError, AttributeError):
+            before = json.loads((folder / "state.json").read_text(encoding="utf-8")).get("images", {})
+            break  # earlier versions stored none
+    for split, now in counts.items():
+        was = before.get(split, now) if isinstance(before, dict) else now
+        if split != "test" and was != now:
+            raise TrainingError(
+                f"the run in {out} has {was:,} images of {split}, now there are {now:,}: put the images back, "
+                f"choose another --out{', or ' if (start := _start_from(out)) else ''}{start}"
+            )
+
+
+class FolderBefore:
+    """What a run's folder holds before its start, to remove what a start that failed has written.
+
+    Args:
+        out: the folder, which need not exist.
+    """
+
+    def __init__(self, out: Path) -> None:
+        self.out = out
+        self.unused = is_unused(out)
+        self.entries = set(out.iterdir()) if out.is_dir() else set()
+        self.missing = [place for place in (out, *out.parents) if not place.exists()]  # the innermost first
+
+    def restore(self) -> None:
+        """Remove what has come into the folder; nothing if it held a run before."""
+        if not self.unused:
+            return
+        for entry in set(self.out.iterdir()) - self.entries if self.out.is_dir() else ():
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry, ignore_errors=True)
+            else:
+                with suppress(OSError):
+                    entry.unlink()
+        for place in self.missing:
+            with suppress(OSError):  # not empty
+                place.rmdir()
 
 
 #: Files of a run besides its recipe.
@@ -179,7 +268,7 @@ def check_data(out: Path, fingerprints: Mapping[str, str], accept: bool = False)
     if changed:
         raise TrainingError(
             f"the images of {' and '.join(changed)} are not those that {out} was trained on so far: put them back, "
-            "choose another --out, or continue with --accept-data"
+            f"choose another --out, or {_start_from(out) or 'continue with --accept-data'}"
         )
 
 
@@ -190,6 +279,8 @@ def open_run(recipe: Recipe, out: Path, lock: RunLock) -> None:
         if not lock.acquired:
             lock.acquire()
             check_run(recipe, out, resume=False)  # another process may have begun a run since the first check
+        if is_unused(out):  # a start that failed may have left them
+            (out / "sessions.json").unlink(missing_ok=True)
         text = yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
         write_atomically(out / "recipe.yaml", f"# The recipe of this run, every key resolved.\n{text}")
         clear_leftovers(out)
@@ -203,15 +294,22 @@ def compared_settings(recipe: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in whole.items() if key not in MACHINE_KEYS | NEUTRAL_KEYS | {"seed"}}
 
 
-def first_difference(old: Any, new: Any, prefix: str = "") -> tuple[str, Any, Any]:
-    """The first dotted key in which two trees differ, and both values; an empty key if they are equal."""
+def first_difference(old: Any, new: Any) -> tuple[str, Any, Any]:
+    """The first dotted key in which two trees differ, and both values; an empty key if they are equal.
+
+    Keys that fine-tuning derives from others come last.
+    """
+    found = sorted(_differences(old, new, ""), key=lambda one: (one[0] in DERIVED_KEYS, one[0]))
+    return found[0] if found else ("", None, None)
+
+
+def _differences(old: Any, new: Any, prefix: str) -> list[tuple[str, Any, Any]]:
     if not (isinstance(old, dict) and isinstance(new, dict)):
-        return ("", None, None) if old == new else (prefix, old, new)
-    for key in sorted(old.keys() | new.keys()):
-        found = first_difference(old.get(key), new.get(key), f"{prefix}.{key}" if prefix else key)
-        if found[0]:
-            return found
-    return "", None, None
+        return [] if old == new else [(prefix, old, new)]
+    found = []
+    for key in old.keys() | new.keys():
+        found += _differences(old.get(key), new.get(key), f"{prefix}.{key}" if prefix else key)
+    return found
 
 
 def read_sessions(out: Path) -> list[dict[str, Any]]:

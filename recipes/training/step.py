@@ -19,7 +19,7 @@ from ..evaluation.metrics import all_right
 from ..evaluation.target import score_threshold
 from .state import Run, TrainState
 
-__all__ = ["TrainStep", "create_step", "learning_rate", "seed_update", "train_step"]
+__all__ = ["TrainStep", "create_step", "learning_rate", "one_value_error", "seed_update", "train_step"]
 
 
 def create_step(
@@ -48,6 +48,15 @@ def create_step(
         return TrainStep(net, recipe, feedback)
     except (TypeError, ValueError) as error:
         raise RecipeError(f"{recipe.name}: loss {recipe.loss.name}: {error}") from error
+
+
+def one_value_error(error: ValueError) -> ValueError:
+    """The error for the user if a BatchNorm had one value per channel, else the same error."""
+    if "more than 1 value per channel" not in str(error):  # of torch's batch_norm
+        return error
+    return RecipeError(
+        "BatchNorm has no variance of one value: raise batch_size, so that each part of a batch has two images"
+    )
 
 
 class TrainStep(nn.Module):
@@ -83,11 +92,7 @@ class TrainStep(nn.Module):
         try:
             return self._loss(images, labels, pixels, parts, part_labels)
         except ValueError as error:
-            if "more than 1 value per channel" not in str(error):  # of torch's batch_norm
-                raise
-            raise RecipeError(
-                "BatchNorm has no variance of one value: raise batch_size, so that each part of a batch has two images"
-            ) from error
+            raise one_value_error(error) from error
 
     def _loss(
         self,

@@ -65,9 +65,9 @@ def test_accuracy_on_a_set_of_several_labels() -> None:
     test = compose(dataset_spec("diverse_multimnist"), "test", digits)
     overlapping = test.images.flatten(1).count_nonzero(1) < test.labels.sum(1)  # one mark upon the other
     test = test.subset((~overlapping).nonzero()[:, 0])
-    right, n = count_correct(Oracle(), Batches(test, 16), threshold=0.0).tolist()
+    (right,), (n,) = count_correct(Oracle(), Batches(test, 16), threshold=0.0).tolist()
     assert right == n == len(test) > 30
-    right, _ = count_correct(Oracle(wrong=1), Batches(test, 16), threshold=0.0).tolist()
+    (right,), _ = count_correct(Oracle(wrong=1), Batches(test, 16), threshold=0.0).tolist()
     assert right == n - 3, "one of each of three batches"
 
 

@@ -255,6 +255,38 @@ def test_images_that_changed_are_accepted_on_request(photos: Path, tmp_path: Pat
     assert finetune(MODEL, photos, **given, accept_data=True)["finished"]
 
 
+def test_another_call_names_what_the_user_changed(
+    photos: Path, digits: ImageSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, Any] = dict(out=tmp_path / "run", cpu=True)
+    finetune(MODEL, photos, epochs=1, **given)
+    with pytest.raises(TrainingError, match="epochs=1, this recipe says 3") as error:
+        finetune(MODEL, photos, epochs=3, **given)
+    assert f"finetune {tmp_path / 'run'} --data" in str(error.value), "the run as a start"
+    monkeypatch.chdir(tmp_path)  # a relative path names the same images
+    assert finetune(MODEL, photos.name, epochs=1, **given)["finished"]
+    Image.fromarray(digits.images[0, 0].numpy()).save(photos / "one" / "more.png")
+    for accept in (False, True):
+        with pytest.raises(TrainingError, match="has 30 images of train, now there are 31"):
+            finetune(MODEL, photos, epochs=1, accept_data=accept, **given)
+
+
+def test_one_value_for_batchnorm_is_said_before_anything_is_written(photos: Path, tmp_path: Path) -> None:
+    """At 2x2 pixels the last maps of a ResNet-20 have a single position."""
+    for overrides in (["batch_size=1"], ["batch_size=2", "accumulate=2"]):
+        with pytest.raises(RecipeError, match="BatchNorm"):
+            finetune(
+                MODEL, photos, tmp_path / "run", img_size=4, cpu=True, overrides=overrides, from_scratch=True
+            )
+        assert not (tmp_path / "run").exists()
+
+
+def test_without_validation_images_the_message_names_both_keys(photos: Path, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"data.val_size.*early_stop=null"):
+        finetune(MODEL, photos, tmp_path / "run", cpu=True, overrides=["data.val_size=0"])
+    assert not (tmp_path / "run").exists()
+
+
 def test_parts_with_random_weights_are_frozen_only_by_name() -> None:
     def trained(arch: str, weights: str, freeze: str, **changes: Any) -> set[str]:
         recipe = Recipe(
@@ -366,7 +398,7 @@ def test_best_epoch_by_hand() -> None:
     best, seen = BestEpoch(2), []
     for epoch, top1 in enumerate((50, 80, 80, 70, 75), start=1):
         torch.nn.init.constant_(net.weight, float(epoch))
-        best.see(epoch, top1, net)
+        best.see(epoch, {"val_top1": top1}, net)
         seen.append(best.over(epoch))
     assert seen == [False, False, False, True, True], "two epochs after the last that was better"
     assert best.epoch == 3 and float(best.weights["weight"]) == 3, "of equally good ones the latest"
@@ -375,22 +407,75 @@ def test_best_epoch_by_hand() -> None:
     assert again.state() == best.state() and again.over(4) and not BestEpoch(2).over(5)
 
 
+def test_the_best_epoch_of_balanced_classes_is_that_of_the_mean_recall() -> None:
+    net = torch.nn.Linear(1, 1)
+    best = BestEpoch(9, "val_recall")
+    for epoch, (top1, recall) in enumerate(((95, 50), (90, 80), (95, 60)), start=1):
+        best.see(epoch, {"val_top1": top1, "val_recall": recall}, net)
+    assert (best.epoch, best.top1, best.score) == (2, 90, 80)
+    old = BestEpoch(9, "val_recall")  # a run that began by top-1 goes on so
+    old.restore({"top1": 95, "epoch": 1, "risen": 1}, best.weights)
+    old.see(2, {"val_top1": 90, "val_recall": 80}, net)
+    assert (old.measure, old.epoch) == ("val_top1", 1)
+
+
 def test_early_stopping_keeps_the_best_weights(
     photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right, seen = [2, 5, 4, 3, 6], []
+    right, seen = [(1, 1, 0), (2, 2, 1), (2, 1, 1), (1, 1, 1), (2, 2, 2)], []
 
     def scripted(net: torch.nn.Module, *_: Any) -> torch.Tensor:
         seen.append({key: value.clone() for key, value in net.state_dict().items()})
-        return torch.tensor([right[len(seen) - 1], 6])
+        return torch.tensor([right[len(seen) - 1], (2, 2, 2)])
 
     monkeypatch.setattr(train_module, "count_correct", scripted)
     result = finetune(MODEL, photos, tmp_path / "run", epochs=9, overrides=["early_stop=2"])
     assert len(seen) == 4 and result["epoch"] == 4 and metadata(result)["epoch"] == 2
-    assert metadata(result)["metrics"]["validation"] == {"top1": 83.3333, "n": 6}
+    assert metadata(result)["metrics"]["validation"] == {"top1": 83.3333, "n": 6, "recall": 83.3333}
     kept = weights_of(result)
     assert all(torch.equal(kept[key], value) for key, value in seen[1].items())
     assert any(not torch.equal(kept[key], value) for key, value in seen[3].items())
+
+
+def test_a_rare_class_chooses_the_epoch_and_is_named_at_the_end(
+    digits: ImageSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An epoch that finds the rare class is better than one that calls everything by the frequent one."""
+    folder = tmp_path / "photos"
+    write_digits(digits, folder / "train", {"one": 20, "three": 4, "eight": 4})
+    write_digits(digits, folder / "val", {"one": 18, "three": 2}, start=30)
+    (folder / "val" / "eight").mkdir()
+    counted = iter([(0, 18, 0), (0, 14, 2), (0, 18, 0)])  # eight, one, three
+    monkeypatch.setattr(
+        train_module, "count_correct", lambda *_: torch.tensor([next(counted), (0, 18, 2)], dtype=torch.int64)
+    )
+    monkeypatch.setattr(setup, "check_classes", lambda parts: None)
+    result = finetune(MODEL, folder, tmp_path / "run", epochs=3, cpu=True)
+    assert metadata(result)["epoch"] == 2 and metadata(result)["metrics"]["validation"]["top1"] == 80
+    printed = capsys.readouterr().out
+    assert (
+        "recall (validation): mean 88.89%, lowest 77.78% (one, 14 of 18 images)" in printed
+        and "no images of eight" in printed
+    )
+    card = (tmp_path / "run" / "README.md").read_text()
+    assert "no images of eight" in card
+
+
+def test_a_net_that_only_guesses_is_noticed(
+    photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    finetune(
+        MODEL,
+        photos,
+        tmp_path / "run",
+        epochs=1,
+        cpu=True,
+        from_scratch=True,
+        overrides=["optimizer.lr=1e-9"],
+    )
+    assert "guessing (33.33%)" in capsys.readouterr().out
+    finetune(MODEL, photos, tmp_path / "learns", epochs=6, cpu=True)
+    assert "guessing" not in capsys.readouterr().out
 
 
 def test_resume_is_bit_exact(photos: Path, tmp_path: Path) -> None:

@@ -133,7 +133,7 @@ def test_a_damaged_report_is_one_line(tmp_path: Path, changes: dict[str, Any], s
 
 
 def test_confusion(tmp_path: Path, kept: list[Any]) -> None:
-    classes = tuple(ClassFigures(label, 10, 50.0, 50.0, 50.0) for label in ("cat", "dog"))
+    classes = tuple(ClassFigures(label, 10, 5, 50.0, 50.0, 50.0) for label in ("cat", "dog"))
     table = torch.tensor([[9, 1], [4, 6]])
     result = EvalResult(
         n=20, errors=5, top1=75.0, top5=None, exact_set=None, per_class=classes, confusion=table
@@ -146,7 +146,7 @@ def test_confusion(tmp_path: Path, kept: list[Any]) -> None:
     assert _rows(path.with_suffix(".csv"))[1:] == [["cat", "9", "1"], ["dog", "4", "6"]]
     draw_confusion(result, "a model", tmp_path / "p.png", percent=True)
     assert {text.get_text() for text in kept[1].axes[0].texts} == {"90%", "10%", "40%", "60%"}
-    dollars = tuple(ClassFigures(label, 10, 50.0, 50.0, 50.0) for label in ("$1_$5", "$5_{$20"))
+    dollars = tuple(ClassFigures(label, 10, 5, 50.0, 50.0, 50.0) for label in ("$1_$5", "$5_{$20"))
     draw_confusion(replace(result, per_class=dollars), "prices", tmp_path / "d.png")  # no formulas
     with pytest.raises(UsageError, match="d.txt: cannot write this kind of file"):
         draw_confusion(result, "a model", tmp_path / "d.txt")

@@ -154,9 +154,6 @@ def test_mistakes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("record", "said"),
     [
-        ({"epoch": 1}, "record 3 is damaged (step: Field required)"),
-        ({"epoch": "x", "step": 1}, "record 3 is damaged (epoch: Input should be"),
-        ({"epoch": 0, "step": 1}, "record 3 is damaged (epoch: Input should be"),
         ({"epoch": 3, "step": 1, "train_loss": "x"}, "record 3 is damaged (train_loss: Input should be"),
         ({"epoch": 3, "step": 1, "routing": 5}, "record 3 is damaged (routing: Input should be"),
         (

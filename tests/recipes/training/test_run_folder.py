@@ -21,11 +21,25 @@ import torch
 
 from capszoo.data.readers import read_idx_pair
 from capszoo.models._pretrained import sha256_of
+from capszoo.recipes import train as train_module
 from capszoo.recipes.train import TrainingError, train
 from capszoo.recipes.training import begin
-from capszoo.recipes.training.checkpoints import clear_leftovers, latest_checkpoint, save_checkpoint
+from capszoo.recipes.training.checkpoints import (
+    checkpoint_folders,
+    clear_leftovers,
+    latest_checkpoint,
+    save_checkpoint,
+)
 from capszoo.recipes.training.finish import _machines
-from capszoo.recipes.training.run_folder import LOCK, RunLock, check_data, check_run, read_sessions
+from capszoo.recipes.training.history import read_records, trained_images
+from capszoo.recipes.training.run_folder import (
+    LOCK,
+    RunLock,
+    check_data,
+    check_run,
+    first_difference,
+    read_sessions,
+)
 from tests.data.formats import write_idx
 from tests.recipes.test_train import tiny_recipe
 
@@ -71,6 +85,76 @@ def test_a_second_run_in_the_same_folder_is_refused_in_one_line(
     assert (out / LOCK).read_text() == f"process {holder.pid} on {socket.gethostname()}"
     assert train(tiny_recipe(epochs=1), out=out, data=tiny_mnist)["finished"]
     RunLock(out).acquire()  # given back at the end
+
+
+def test_a_folder_without_a_checkpoint_is_used_again(tiny_mnist: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    train(tiny_recipe(epochs=1), out=out, data=tiny_mnist, stop_after=1)
+    shutil.rmtree(out / "checkpoints")
+    (out / "metrics.jsonl").unlink(missing_ok=True)
+    assert train(tiny_recipe(epochs=1, batch_size=16), out=out, data=tiny_mnist)["finished"]
+    assert len(read_sessions(out)) == 1, "of the run that was made"
+
+
+@pytest.mark.parametrize("existed", [True, False])
+def test_a_start_that_fails_leaves_nothing(
+    tiny_mnist: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, existed: bool
+) -> None:
+    out = tmp_path / "runs" / "run"
+    if existed:
+        out.mkdir(parents=True)
+        (out / "notes.txt").write_text("mine")
+
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("CUDA out of memory")
+
+    for module, name in ((begin, "_note_session"), (train_module, "train_step")):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, fail)
+            with pytest.raises(RuntimeError, match="CUDA"):
+                train(tiny_recipe(epochs=1), out=out, data=tiny_mnist)
+        left = {path.name for path in out.iterdir()} - {LOCK} if existed else (tmp_path / "runs").exists()
+        assert left == ({"notes.txt"} if existed else False)
+    train(tiny_recipe(epochs=1), out=out, data=tiny_mnist, stop_after=1)
+    with monkeypatch.context() as patch:  # a run that was begun is kept
+        patch.setattr(train_module, "train_step", fail)
+        with pytest.raises(RuntimeError, match="CUDA"):
+            train(tiny_recipe(epochs=1), out=out, data=tiny_mnist)
+    assert (out / "checkpoints" / "step-00000001").is_dir()
+
+
+def test_given_settings_are_compared_before_derived_ones() -> None:
+    old = {"early_stop": 20, "epochs": 60, "batch_size": 24, "schedule": {"warmup_epochs": 6.0}}
+    new = {"early_stop": 14, "epochs": 40, "batch_size": 24, "schedule": {"warmup_epochs": 4.0}}
+    assert first_difference(old, new) == ("epochs", 60, 40)
+    assert first_difference(old, {**old, "early_stop": 14}) == ("early_stop", 20, 14)
+    assert first_difference(old, old) == ("", None, None)
+
+
+def test_copies_of_checkpoints_are_the_user_s(tmp_path: Path) -> None:
+    contents = ({"model": {"w": torch.zeros(1)}}, {}, POSITION)
+    copy = save_checkpoint(tmp_path, 48, *contents)
+    copy = copy.rename(copy.with_name("step-00000048.bak"))
+    for step in (48, 99_999_999, 100_000_000, 100_000_001):
+        save_checkpoint(tmp_path, step, *contents)
+    assert copy.is_dir() and [path.name for path in checkpoint_folders(tmp_path)] == [
+        "step-100000000",
+        "step-100000001",
+    ]
+    (tmp_path / "recipe.yaml").write_text("batch_size: 2\n")
+    assert trained_images(tmp_path) == 200_000_002
+
+
+def test_damaged_records_are_left_out_and_named(
+    tiny_mnist: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    out = tmp_path / "run"
+    train(tiny_recipe(epochs=2), out=out, data=tiny_mnist, stop_after=4)
+    sound = (out / "metrics.jsonl").read_text()
+    (out / "metrics.jsonl").write_text('{"epoch": 1}\n{"epoch": 1, "step": "3"}\n' + sound)
+    assert train(tiny_recipe(epochs=2), out=out, data=tiny_mnist)["finished"]
+    assert "line 1 " in caplog.text and "line 2 " in caplog.text
+    assert [record["epoch"] for record in read_records(out / "metrics.jsonl")] == [1, 2]
 
 
 def test_a_lock_is_held_once_and_says_nothing_odd(tmp_path: Path) -> None:
