@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import os
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,7 +41,7 @@ from .release.model_card import (
     LABELS,
     model_card,
 )
-from .release.public import public
+from .release.public import default_tag, public_start
 from .train import train
 from .training.checkpoints import write_atomically
 from .training.setup import RunData, check_classes, framing_of, load_data, read_split
@@ -176,14 +175,6 @@ def _usual_loss(architecture: str) -> dict[str, Any]:
     return {"name": "cross_entropy"}
 
 
-def _tag(name: str) -> str:
-    """`imagefolder:/home/me/My Pets` → `my_pets`; at most 100 characters, as many as a tag may have."""
-    last = re.split(r"[:/\\]" if os.name == "nt" else "[:/]", name.rstrip("/\\" if os.name == "nt" else "/"))[
-        -1
-    ]
-    return re.sub(r"[^a-z0-9]+", "_", last.lower()).strip("_")[:100].rstrip("_") or "own"
-
-
 def finetune_recipe(
     model: str | None,
     data: str | Path,
@@ -250,8 +241,10 @@ def finetune_recipe(
     warmup = round(0.1 * epochs, 2) if epochs * steps >= FEW_UPDATES else 0.0
     tree: dict[str, Any] = {
         "arch": source.architecture,
-        "tag": tag or _tag(name),
-        "description": "trained from random weights" if from_scratch else f"fine-tuned from {public(model)}",
+        "tag": tag or default_tag(name),
+        "description": "trained from random weights"
+        if from_scratch
+        else f"fine-tuned from {public_start(model)}",
         "model_args": source.model_args,
         "data": {
             "name": name,

@@ -47,7 +47,7 @@ from .release.model_card import (
     LABELS,
     model_card,
 )
-from .release.public import public
+from .release.public import PRIVATE, default_tag, is_private_set, public
 from .training.checkpoints import write_atomically, write_safetensors
 from .training.history import history_of, read_records, records_of
 from .weights import finished_run, golden_file, golden_outputs
@@ -163,6 +163,17 @@ def _config(found: Checkpoint) -> dict[str, Any]:
     }
 
 
+def _public_info(info: WeightsInfo) -> WeightsInfo:
+    """The metadata without names of the user's folders, of which the default tag is one."""
+    # a label may look like a path
+    raw = {key: value if key == "label_names" else public(value, key) for key, value in info.raw.items()}
+    name = info.metadata.dataset.name
+    if is_private_set(name) and info.tag == default_tag(name):
+        raw["tag"] = PRIVATE
+        raw |= {"recipe": {**raw["recipe"], "tag": PRIVATE}} if raw.get("recipe") else {}
+    return replace(info, raw=raw, tag=raw["tag"], description=raw.get("description"))
+
+
 def stage(run: str | Path, repo_id: str, folder: Path, private: bool = False) -> WeightsInfo:
     """Write all files of a repository into the empty `folder`, load the model from there and compare.
 
@@ -171,13 +182,12 @@ def stage(run: str | Path, repo_id: str, folder: Path, private: bool = False) ->
         WeightsError: see `find_checkpoint`.
     """
     found = find_checkpoint(run)
+    found = replace(found, info=_public_info(found.info))
     info = found.info
     shutil.copyfile(found.weights, folder / HUB_FILENAME)
     write_safetensors(folder / GOLDEN, {"pixels": found.pixels, "scores": found.scores})
     write_atomically(folder / "config.json", json.dumps(_config(found), indent=1, ensure_ascii=False) + "\n")
-    # a label may look like a path
-    metadata = {key: value if key == "label_names" else public(value) for key, value in info.raw.items()}
-    write_atomically(folder / METADATA_FILENAME, json.dumps(metadata, indent=1, ensure_ascii=False) + "\n")
+    write_atomically(folder / METADATA_FILENAME, json.dumps(info.raw, indent=1, ensure_ascii=False) + "\n")
     if info.label_names:
         write_atomically(folder / LABELS, "".join(f"{line}\n" for line in label_lines(info.label_names)))
     history = info.metadata.history

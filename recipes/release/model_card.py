@@ -31,7 +31,7 @@ from .paper_results import (
     trained_further,
     went_on,
 )
-from .public import public
+from .public import PRIVATE_SET, is_private_set, public, public_start
 
 __all__ = [
     "CURVES",
@@ -79,8 +79,10 @@ def paper_ids(info: WeightsInfo) -> list[str]:
 def _dataset(info: WeightsInfo) -> tuple[str, str, str]:
     """Name, title and source of the training data."""
     found = info.metadata.dataset
-    name = str(public(found.name) or "unknown")
-    return name, str(public(found.title) or name), str(public(found.source))
+    if is_private_set(found.name):
+        return str(public(found.name)), PRIVATE_SET, ""
+    name = found.name or "unknown"
+    return name, found.title or name, found.source
 
 
 def _results(info: WeightsInfo) -> list[EvalResult]:
@@ -167,10 +169,10 @@ def model_card(
     papers = [paper_link(paper_id) for paper_id in paper_ids(info)]
     size = "×".join(map(str, info.input_size))
     from_paper = f" Paper: {', '.join(papers)}." if papers else ""
-    about = stated.description or f"{info.architecture} trained on {title}"
+    about = public(stated.description, "description") or f"{info.architecture} trained on {title}"
     start = began_with(info)
     trained = (
-        f"Fine-tuned from `{public(start)}` on"
+        f"Fine-tuned from `{public_start(start)}` on"
         if start and not went_on(info) and not trained_further(info)
         else "Trained on"
     )

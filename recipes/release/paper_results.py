@@ -18,7 +18,7 @@ from capszoo.models._papers import PAPERS, PaperFigure
 from capszoo.models._pretrained import WeightsInfo
 
 from ..config import CONFIGS, MACHINE_KEYS, NEUTRAL_KEYS, list_recipes, load_recipe
-from .public import public
+from .public import public, public_start
 
 __all__ = [
     "as_accuracy",
@@ -219,7 +219,8 @@ def protocol_lines(info: WeightsInfo) -> list[str]:
     elif start:
         whose = ", of an interrupted run" if went_on(info) else ""
         lines.append(
-            f"- It began with the weights of `{public(start)}`{whose}. The epochs of that training are additional."
+            f"- It began with the weights of `{public_start(start)}`{whose}. "
+            "The epochs of that training are additional."
         )
     if counted(info) == "exact set":
         lines.append("- An image counts as correct if exactly its labels are predicted.")
@@ -242,7 +243,7 @@ def protocol_lines(info: WeightsInfo) -> list[str]:
     unlike = settings_unlike_the_recipe(info)
     if unlike:
         listed = "; ".join(
-            f"`{key}` {shown(public(ours))} (recipe: {shown(theirs)})"
+            f"`{key}` {shown(public(ours, key))} (recipe: {shown(theirs)})"
             for key, (ours, theirs) in unlike.items()
         )
         lines.append(

@@ -1,26 +1,77 @@
-"""What a published file may say about the machine on which a run was trained."""
+"""What a published file may say about the machine of a run: no path, and no name of a user's folder."""
 
 from __future__ import annotations
 
+import os
 import re
-from pathlib import PurePath, PurePosixPath, PureWindowsPath
+from pathlib import Path
 from typing import Any
 
-__all__ = ["public"]
+from timm.models import is_model
+
+from capszoo._catalogue import architectures, checkpoints
+from capszoo.data.specs import DATASETS, PREFIXES
+
+from ..config import BACKBONE
+
+__all__ = ["PRIVATE", "PRIVATE_SET", "default_tag", "is_private_set", "public", "public_start"]
+
+#: Stands for a user's folder or file.
+PRIVATE = "private"
+
+#: Title of a user's data set.
+PRIVATE_SET = "a private set of images"
+
+_BEGAN = "fine-tuned from "
+_PATH = re.compile(r"/.*|~.*|\.\.?[/\\].*|[A-Za-z]:[\\/].*|\\.*", re.DOTALL)
 
 
-def public(value: Any) -> Any:
-    """The same value with paths of this machine reduced to their last part (`imagefolder:/home/me/pets`)."""
+def default_tag(name: str) -> str:
+    """`imagefolder:/home/me/My Pets` → `my_pets`; at most 100 characters, as many as a tag may have."""
+    separators, end = (r"[:/\\]", "/\\") if os.name == "nt" else ("[:/]", "/")
+    last = re.split(separators, name.rstrip(end))[-1]
+    return re.sub(r"[^a-z0-9]+", "_", last.lower()).strip("_")[:100].rstrip("_") or "own"
+
+
+def is_private_set(name: str) -> bool:
+    """True for a data set in a user's folder; False for a named one, and for a repository of the Hub."""
+    prefix = next((prefix for prefix in PREFIXES if name.startswith(prefix)), "")
+    place = name.removeprefix(prefix)
+    repository = prefix == "hf:" and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", place) and not Path(place).is_dir()
+    return bool(prefix) and not repository
+
+
+def public_start(weights: str) -> str:
+    """The weights that a run began with: a name of the zoo, of timm or of the Hub, else `PRIVATE`."""
+    if weights.startswith(BACKBONE):
+        return BACKBONE + public_start(weights.removeprefix(BACKBONE))
+    known = weights in checkpoints() or weights in architectures() or is_model(weights)
+    return weights if known or weights.startswith(("hf-hub:", "hf_hub:")) else PRIVATE
+
+
+def public(value: Any, key: str = "") -> Any:
+    """The same value of metadata without what names a user's folders and files.
+
+    Args:
+        value: a tree of metadata, or a part of it.
+        key: its dotted key, as far as it is known.
+    """
+    last = key.rpartition(".")[2]
     if isinstance(value, dict):
-        return {key: public(item) for key, item in value.items()}
+        found = {name: public(item, str(name)) for name, item in value.items()}
+        if "title" in value and is_private_set(str(value.get("name"))):
+            found["title"] = PRIVATE_SET
+            found |= {"source": ""} if "source" in value else {}
+        return found
     if isinstance(value, (list, tuple)):
-        return [public(item) for item in value]
-    found = (
-        re.fullmatch(r"((?:[\w-]{2,}:)*)(/.*|~.*|\.\.?[/\\].*|[A-Za-z]:[\\/].*|\\.*)", value)
-        if isinstance(value, str)
-        else None
-    )
-    if not found:
+        # lines about images that cannot be read begin with their paths
+        return [f"{len(value)} images"] if last == "left_out" else [public(item) for item in value]
+    if not isinstance(value, str) or value in DATASETS:
         return value
-    kind: type[PurePath] = PureWindowsPath if "\\" in found[2] else PurePosixPath
-    return f"{found[1] or ''}{kind(found[2]).name}"
+    if last == "weights":
+        return public_start(value)
+    if last == "description" and value.startswith(_BEGAN):
+        return _BEGAN + public_start(value.removeprefix(_BEGAN))
+    if is_private_set(value):
+        return f"{value.partition(':')[0]}:{PRIVATE}"
+    return PRIVATE if _PATH.fullmatch(value) else value

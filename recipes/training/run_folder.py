@@ -26,9 +26,10 @@ from torch import nn
 
 import capszoo
 from capszoo._files import expanded, not_writable
+from capszoo._metadata import run_weights
+from capszoo.errors import CapszooError
 
 from ..config import DERIVED_KEYS, MACHINE_KEYS, NEUTRAL_KEYS, Recipe
-from ..weights import finished_metadata
 from ..yaml_tree import YamlError, read_yaml
 from .checkpoints import checkpoint_folders, clear_leftovers, room_missing, write_atomically
 from .distributed import TrainingError
@@ -108,8 +109,10 @@ def _same_folder(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
 
 
 def _start_from(out: Path) -> str:
-    """How to start another run from a finished one; empty if the run is not finished."""
-    if finished_metadata(out) is None:
+    """How to start another run from a finished one; empty if the run has written no weights yet."""
+    try:
+        run_weights(out)
+    except CapszooError:
         return ""
     return f"start from its weights: capszoo finetune {shlex.quote(str(out))} --data DATA --out NEW"
 

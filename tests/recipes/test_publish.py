@@ -642,20 +642,51 @@ def test_labels_that_look_like_paths_are_published_as_they_are(tmp_path: Path) -
     assert "/home/someone" not in (tmp_path / "out" / "metadata.json").read_text()
 
 
-def test_no_private_paths() -> None:
-    value = {
-        "a": [
-            "imagefolder:/home/me/pets",
-            "/data/x",
-            "~/pets",
-            "C:\\data\\x",
-            "hf:owner/name",
-            "a/b",
-            3,
-            None,
-        ]
+def test_no_private_names() -> None:
+    names = [
+        "imagefolder:/home/me/pets",
+        "imagefolder:photos/smith",
+        "hf:/x/smith",
+        "/data/x",
+        "~/pets",
+        "C:\\data\\x",
+    ]
+    hidden = ["imagefolder:private"] * 2 + ["hf:private"] + ["private"] * 3
+    assert public({"a": [*names, "hf:owner/name", "mnist", 3, None]}) == {
+        "a": [*hidden, "hf:owner/name", "mnist", 3, None]
     }
-    assert public(value) == {"a": ["imagefolder:pets", "x", "pets", "x", "hf:owner/name", "a/b", 3, None]}
+    for start in ("runs/smith", "smith", "runs/smith/x.safetensors", "backbone:local-dir:smith"):
+        assert "smith" not in str(
+            public({"init": {"weights": start}, "description": f"fine-tuned from {start}"})
+        )
+    for start in ("hf-hub:me/pets", "capsnet_dynamic.mnist", "backbone:resnet18.a1_in1k"):
+        assert public({"weights": start}) == {"weights": start}
+
+
+def test_names_of_folders_are_not_published(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    metadata = next(run.glob("*.json"))
+    raw = json.loads(metadata.read_text())
+    name = "imagefolder:photos/patients_smith"
+    raw["dataset"] |= {
+        "name": name,
+        "title": name,
+        "source": name,
+        "left_out": ["photos/patients_smith/a.png: bad"],
+    }
+    raw["recipe"] |= {
+        "data": {"name": name},
+        "init": {"weights": "runs/patients_smith"},
+        "tag": "patients_smith",
+    }
+    raw |= {"tag": "patients_smith", "description": "fine-tuned from runs/patients_smith"}
+    for file in list(run.iterdir()):
+        if file.name.startswith(f"{metadata.stem}."):
+            file.rename(run / file.name.replace(metadata.stem, "resnet20_routingcaps.patients_smith"))
+    (run / "resnet20_routingcaps.patients_smith.json").write_text(json.dumps(raw))
+    publish(run, "me/pets", dry_run=True, out=tmp_path / "out")
+    for file in (tmp_path / "out").iterdir():
+        assert b"smith" not in file.read_bytes(), file.name
 
 
 def test_no_pickle_in_the_sources_of_publishing(root: Path) -> None:
