@@ -356,6 +356,7 @@ class Timing:
         milliseconds: median time of a call, including input and output as numpy arrays.
         images_per_second: at that time.
         ratio: median ratio of this time to the first runner's, each measured directly after the other.
+        speed_up: its inverse, over the first runner.
     """
 
     runner: str
@@ -364,8 +365,12 @@ class Timing:
     images_per_second: float
     ratio: float
 
+    @property
+    def speed_up(self) -> float:
+        return 1 / self.ratio
+
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return asdict(self) | {"speed_up": self.speed_up}
 
 
 def time_runners(runners: Sequence[Runner], images: np.ndarray, repeats: int = 20) -> list[Timing]:

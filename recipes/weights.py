@@ -2,7 +2,8 @@
 
 `python -m capszoo.recipes.weights RUN` copies a finished run's files into the package's `weights/` folder; weights that
 are too large for a wheel go to `weights-large/` at the top of the checkout, while their metadata stays in the package.
-Weights of more than `FILE_LIMIT` bytes are stored in half precision, and the metrics are those of the file as stored.
+Weights of the zoo's recipes of more than `FILE_LIMIT` bytes are stored in half precision, and the metrics are those of
+the file as stored.
 `--half` stores smaller ones so, too, and evaluates the new file: for a package that is nearly full.
 `--seeds RUN RUN` adds the mean over the run and these ones, which have other seeds, to its metadata; with a
 checkpoint's name in place of the first run, to that checkpoint's, whose run need not exist any more.
@@ -228,8 +229,6 @@ def write_weights(
     """
     stem = f"{architecture}.{tag}"
     weights = folder / f"{stem}.safetensors"
-    tensors, storage = _as_stored(net.state_dict())
-    write_safetensors(weights, tensors)
     history = history_of(read_records(folder / "metrics.jsonl"))
     recipe = dict(details.get("recipe", {}))
     start = (recipe.get("init") or {}).get("weights")
@@ -239,6 +238,8 @@ def write_weights(
     # a name alone is not enough: images of a user may be in a folder `cifar10`
     own_weights = start is None or start == stem or continues(stem, start)  # that name is the zoo's
     of_zoo = stem in list_recipes() and spec.name in DATASETS and own_weights
+    tensors, storage = _as_stored(net.state_dict()) if of_zoo else (net.state_dict(), "float32")
+    write_safetensors(weights, tensors)
     metadata = {
         "architecture": architecture,
         "tag": tag,

@@ -130,3 +130,20 @@ def test_images_that_changed_are_accepted_on_request(monkeypatch: pytest.MonkeyP
         succeeds(*call, "--out", tmp_path / "run")
         succeeds(*call, "--out", tmp_path / "run", "--accept-data")
     assert calls == [False, True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("train", "idpa_cnn.mnist", "--out", ""), "--out"),
+        (("train", "idpa_cnn.mnist", "--out="), "--out"),
+        (("train", ""), "RECIPE"),
+        (("finetune", "idpa_cnn.mnist", "--data", ""), "--data"),
+        (("predict", "", "x.png"), "MODEL"),
+        (("predict", "idpa_cnn.mnist", ""), "IMAGE"),
+        (("publish", "", "me/x"), "RUN"),
+    ],
+)
+def test_an_empty_value_is_not_the_current_folder(arguments: tuple[str, ...], named: str) -> None:
+    line = fails(2, *arguments)
+    assert named in line and "is empty" in line

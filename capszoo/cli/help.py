@@ -17,6 +17,8 @@ from rich.table import Table
 from rich.text import Text
 from typer.core import TyperCommand, TyperGroup
 
+from ..errors import UsageError
+
 __all__ = ["HelpCommand", "HelpGroup", "help_text"]
 
 #: Maximum width of the help in columns, also on wider terminals.
@@ -127,10 +129,21 @@ def _write(command: Any, context: Any, formatter: Any) -> None:
 
 
 class HelpCommand(TyperCommand):
-    """A command whose help has the layout of this module."""
+    """A command whose help has the layout of this module, and which refuses empty values."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         _write(self, ctx, formatter)
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Refuse an empty path or name, as of an unset variable of the shell: a path would be the current folder."""
+        given, _, _ = self.make_parser(ctx).parse_args(list(args))
+        for parameter in self.params:
+            values = given.get(parameter.name or "")
+            if "" in (values if isinstance(values, (list, tuple)) else [values]) and parameter.default != "":
+                named = parameter.param_type_name == "option"
+                name = parameter.opts[0] if named else (parameter.metavar or str(parameter.name))
+                raise UsageError(f"{name} is empty", "give a value, or leave it out")
+        return super().parse_args(ctx, args)
 
 
 class HelpGroup(TyperGroup):

@@ -45,7 +45,8 @@ def public_start(weights: str) -> str:
     """The weights that a run began with: a name of the zoo, of timm or of the Hub, else `PRIVATE`."""
     if weights.startswith(BACKBONE):
         return BACKBONE + public_start(weights.removeprefix(BACKBONE))
-    known = weights in checkpoints() or weights in architectures() or is_model(weights)
+    # runs/NAME is the default folder of a recipe's run
+    known = weights.removeprefix("runs/") in checkpoints() or weights in architectures() or is_model(weights)
     return weights if known or weights.startswith(("hf-hub:", "hf_hub:")) else PRIVATE
 
 

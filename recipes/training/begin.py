@@ -23,7 +23,7 @@ from .history import read_records
 from .log import RunLog
 from .routing_probe import RoutingProbe
 from .run_folder import check_room, note_session, open_run, read_sessions, versions
-from .setup import create_feedback, create_net, create_optimizer, create_scheduler
+from .setup import create_feedback, create_net, create_optimizer, create_scheduler, start_sha256
 from .stages import Stage, stage_at, staged_data
 from .state import Run, TrainState, distribute, restore, save_state
 from .step import create_step, one_value_error
@@ -216,6 +216,8 @@ def _note_session(run: Run, state: TrainState, engines: dict[str, str] | None) -
         "versions": versions(),
         "data": run.data.fingerprints,
         "engines": engines,
+        # only the first session reads them
+        **({} if state.step else {"init_sha256": start_sha256(run.recipe)}),
     }
     note_session(run.out, session)
 

@@ -164,6 +164,9 @@ def _details(run: Run, state: TrainState, log: RunLog) -> dict[str, Any]:
         "versions": versions(),
         "metrics": {},
     }
+    began = next((s["init_sha256"] for s in read_sessions(run.out) if s.get("init_sha256")), None)
+    if began:
+        details["init_sha256"] = began
     if state.best:
         details["epoch"] = state.best.epoch
     composed = isinstance(data.training, ImageSet) and data.training.composer

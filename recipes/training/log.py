@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -98,6 +100,19 @@ def accuracy_line(split: str, accuracy: str, figures: Mapping[str, Any]) -> str:
     return f"{split}: {accuracy} {figures['top1']:.2f}% of {figures['n']:,} images"
 
 
+class _LogConsole(Console):
+    """A console that a reader may leave, as ``capszoo train … | head`` does: training goes on without it."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        with suppress(OSError, ValueError), open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())  # also for what is printed later
+        with suppress(OSError, ValueError):
+            print(
+                "note: stdout is closed; training goes on, and metrics.jsonl has its epochs", file=sys.stderr
+            )
+
+
 class RunLog:
     """The log of one run; inactive on all processes but the first.
 
@@ -112,7 +127,7 @@ class RunLog:
         self.out, self.active, self.total, self.done = out, active, total, done
         self.metrics = out / "metrics.jsonl"
         self.began = self.shown = self.drawn = time.monotonic()
-        self.console = Console(quiet=not active or is_quiet(), highlight=False, emoji=False)
+        self.console = _LogConsole(quiet=not active or is_quiet(), highlight=False, emoji=False)
         self.progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),

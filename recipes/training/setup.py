@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -50,6 +51,7 @@ __all__ = [
     "framing_of",
     "load_data",
     "read_split",
+    "start_sha256",
 ]
 
 
@@ -270,6 +272,15 @@ def create_net(recipe: Recipe, spec: DatasetSpec, initial: bool = True) -> nn.Mo
                 "leave data.size (--img-size) as the weights have it, or freeze other parts"
             )
     return net.train()
+
+
+def start_sha256(recipe: Recipe) -> str | None:
+    """The sha256 of the initial weights' file; None for random weights, and where no sha256 is stated."""
+    if recipe.init is None or recipe.init.weights.startswith(BACKBONE):
+        return None
+    with suppress(CapszooError, WeightsError):  # a run that goes on does not need them
+        return resolve(recipe.init.weights).stated_sha256()
+    return None
 
 
 def _freeze(recipe: Recipe, net: Any, parts: tuple[str, ...]) -> None:

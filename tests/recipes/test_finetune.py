@@ -281,6 +281,40 @@ def test_one_value_for_batchnorm_is_said_before_anything_is_written(photos: Path
         assert not (tmp_path / "run").exists()
 
 
+def test_a_run_states_the_sha256_of_its_initial_weights(photos: Path, tmp_path: Path) -> None:
+    first = finetune(MODEL, photos, tmp_path / "run", epochs=1, cpu=True)
+    assert metadata(first)["init_sha256"] == capszoo.checkpoint.resolve(MODEL).stated_sha256()
+    second = finetune(str(tmp_path / "run"), photos, tmp_path / "more", epochs=1, cpu=True)
+    assert metadata(second)["init_sha256"] == metadata(first)["sha256"]
+
+
+def test_training_goes_on_without_a_reader_of_its_output(root: Path, photos: Path, tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "capszoo",
+        "finetune",
+        MODEL,
+        "--data",
+        str(photos),
+        "--cpu",
+        "--epochs",
+        "1",
+    ]
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "wb") as closed:
+        done = subprocess.run(
+            [*command, "--out", str(tmp_path / "run")],
+            stdout=closed,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=with_capszoo(root),
+        )
+    assert done.returncode == 0 and "stdout is closed" in done.stderr, done.stderr
+    assert (tmp_path / "run" / "labels.txt").is_file()
+
+
 def test_without_validation_images_the_message_names_both_keys(photos: Path, tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"data.val_size.*early_stop=null"):
         finetune(MODEL, photos, tmp_path / "run", cpu=True, overrides=["data.val_size=0"])

@@ -148,6 +148,16 @@ def test_a_run_that_began_with_another_of_its_recipe_states_the_name(tmp_path: P
     assert stated(run_of(tmp_path / "fourth", start=str(first))) == (str(first), module.USER_LICENSE)
 
 
+def test_large_weights_of_a_user_stay_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "FILE_LIMIT", 10_000)
+    for tag, storage in (("pets", "float32"), ("mnist", "float16")):
+        weights = next(run_of(tmp_path / tag, tag=tag).glob("*.safetensors"))
+        assert json.loads(weights.with_suffix(".json").read_text())["storage"] == storage
+        assert any(tensor.dtype == torch.float16 for tensor in load_file(weights).values()) == (
+            tag == "mnist"
+        )
+
+
 def test_small_weights_stay_as_they_are(tmp_path: Path) -> None:
     stored = load_file(run_of(tmp_path / "run") / f"{NAME}.safetensors")
     assert not any(tensor.dtype == torch.float16 for tensor in stored.values())

@@ -594,6 +594,7 @@ def test_compare(served: tuple[Path, dict[str, Any]], pictures: list[Path]) -> N
         (kind, count) for count in (1, 8) for kind in ("eager", "onnxruntime")
     ]
     assert all(t["milliseconds"] > 0 for t in result["timings"]) and result["timings"][0]["ratio"] == 1.0
+    assert all(t["speed_up"] * t["ratio"] == pytest.approx(1) for t in result["timings"])
 
 
 def test_compare_on_the_command_line(served: tuple[Path, dict[str, Any]]) -> None:

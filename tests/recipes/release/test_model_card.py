@@ -109,8 +109,10 @@ def test_a_card_without_a_papers_figure_a_test_set_or_a_data_set_of_the_hub() ->
         "data": {"validation": "own"},
     }
     text = model_card(info, "me/pets").text
-    assert "Fine-tuned from `run.safetensors` on pets" in text and "/home" not in text
-    assert "the weights of `run.safetensors`" in text
+    assert (
+        "Fine-tuned from `private` on pets" in text and "/home" not in text and "run.safetensors" not in text
+    )
+    assert "the weights of `private`" in text
     assert model_card(info, "me/pets").data.base_model is None
     info.raw["recipe"] = {"init": {"weights": "hf-hub:bob/caps@v1"}}
     info.raw["dataset"] = {"name": "hf:ann/pets", "title": "hf:ann/pets"}
