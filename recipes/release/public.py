@@ -45,8 +45,10 @@ def public_start(weights: str) -> str:
     """The weights that a run began with: a name of the zoo, of timm or of the Hub, else `PRIVATE`."""
     if weights.startswith(BACKBONE):
         return BACKBONE + public_start(weights.removeprefix(BACKBONE))
-    # runs/NAME is the default folder of a recipe's run
-    known = weights.removeprefix("runs/") in checkpoints() or weights in architectures() or is_model(weights)
+    folder, _, last = weights.rpartition("/")
+    # folders of the zoo's own recipes, which name no one
+    ours = folder in ("", "runs", "unfinished") and last.removesuffix(".safetensors") in checkpoints()
+    known = ours or weights in architectures() or is_model(weights)
     return weights if known or weights.startswith(("hf-hub:", "hf_hub:")) else PRIVATE
 
 
