@@ -111,7 +111,8 @@ class ExportOptions:
             softmax logits and EM variances. With ``int8``, convolutions and large linear layers outside of the routing
             are computed in it (:mod:`capszoo.export.passes.int8`).
         uint8_input: accept uint8 images and normalise them inside the graph.
-        optimize: let the exporter fold constants and simplify.
+        optimize: let the exporter fold constants and simplify. False goes with ``check=False``: the gate's rules refuse
+            the graph as the exporter writes it.
         check: run the gate; otherwise the report states that nothing was checked.
         gate: ``full`` (all probes, batches 1, 2, odd, largest; both graphs) or ``quick`` (random and zero input at
             two batch sizes).

@@ -138,6 +138,13 @@ def test_an_export_within_autocast_is_the_same_file(tmp_path: Path) -> None:
     assert (tmp_path / "inside.onnx").read_bytes() == (tmp_path / "outside.onnx").read_bytes()
 
 
+def test_a_graph_without_optimisation_is_written_unchecked_as_the_option_says(tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match="breaks a rule"):
+        export(ToyCaps(1).eval(), tmp_path / "m.onnx", gate="quick", optimize=False)
+    export(ToyCaps(1).eval(), tmp_path / "m.onnx", optimize=False, check=False)
+    assert (tmp_path / "m.onnx").is_file()
+
+
 def test_an_older_opset_is_written_by_the_exporter_that_the_message_names(tmp_path: Path) -> None:
     from timm.utils.onnx import onnx_export
 

@@ -35,7 +35,7 @@ REQUIREMENTS = (
     "matplotlib>=3.8",
     "captum>=0.7",
     "onnx>=1.18",
-    "onnxscript>=0.6",
+    "onnxscript>=0.7.2",
     "onnxruntime>=1.21",
     "gradio>=6.0",
 )

@@ -238,7 +238,7 @@ class Gate:
                 if not difference.passed(self.report.tolerance):
                     raise self._fail(
                         f"the exporter's optimisation changes the result for {difference.probe} input",
-                        "leave the optimisation out (optimize=False)",
+                        "install another version of onnxscript, whose optimisation it is",
                     )
                 worst = max(worst, difference.relative)
             detail.append(f"worst {worst:.1e} of the largest output")
