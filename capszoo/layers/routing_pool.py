@@ -66,8 +66,8 @@ def _activate(s: Tensor, activation: str) -> Tensor:
 
 def _check(lam: float, num_iters: int, activation: str) -> None:
     """Also in scripted code, which knows neither keyword arguments of any name nor global tuples."""
-    if lam < 0:
-        raise ValueError(f"lam must be 0 (average pooling) or more, not {lam}")
+    if not 0.0 <= lam < float("inf"):  # also true of NaN
+        raise ValueError(f"lam must be 0 (average pooling) or more and finite, not {lam}")
     if num_iters < 1:
         raise ValueError(f"num_iters must be at least 1, not {num_iters}")
     if activation != "identity" and activation != "squash" and activation != "norm":

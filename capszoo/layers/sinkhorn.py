@@ -39,7 +39,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ._precision import upcast_half
-from ._ranges import at_least
+from ._ranges import at_least, positive
 from .capconv import SquashGroups
 
 __all__ = ["SinkhornUnit", "feature_kl", "ground_cost", "sinkhorn_divergence", "sinkhorn_plan"]
@@ -93,8 +93,7 @@ def sinkhorn_plan(cost: Tensor, num_iters: int = 10, epsilon: float = 1.0) -> Te
         ValueError: ``num_iters`` is below 1, ``epsilon`` is not positive, or a sample is empty.
     """
     at_least(1, num_iters=num_iters)
-    if epsilon <= 0:
-        raise ValueError(f"epsilon must be positive, not {epsilon}")
+    positive(epsilon=epsilon)
     cost = upcast_half(cost)
     n, m = cost.shape
     if min(n, m) < 1:
@@ -209,8 +208,7 @@ class SinkhornUnit(nn.Module):
         if cost not in COSTS:
             raise ValueError(f"cost must be one of {', '.join(COSTS)}, not {cost!r}")
         at_least(1, low_chans=low_chans, high_chans=high_chans, groups=groups, num_iters=num_iters)
-        if epsilon <= 0:
-            raise ValueError(f"epsilon must be positive, not {epsilon}")
+        positive(epsilon=epsilon)
         if generator == "capsule" and (low_chans % groups or high_chans % groups):
             raise ValueError(
                 f"channels ({low_chans} and {high_chans}) must be multiples of groups ({groups}): "

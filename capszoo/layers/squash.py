@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from ._precision import upcast_half
+from ._ranges import at_least
 from ._windows import split_axis
 
 __all__ = ["Squash", "capsule_lengths", "exponential_squash", "squash"]
@@ -136,8 +137,7 @@ class Squash(nn.Module):
 
     def __init__(self, dim: int = -1, pose_dim: int = 0, exponential: bool = False) -> None:
         super().__init__()
-        if pose_dim < 0:
-            raise ValueError(f"pose_dim must be positive, or 0 for the whole axis, not {pose_dim}")
+        at_least(0, pose_dim=pose_dim)
         self.dim = dim
         self.pose_dim = pose_dim
         self.exponential = exponential

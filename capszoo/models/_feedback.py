@@ -27,6 +27,7 @@ from torch.utils.hooks import RemovableHandle
 
 from capszoo._modes import evaluating
 from capszoo._suggest import unknown_name
+from capszoo.layers._ranges import non_negative
 from capszoo.layers.sinkhorn import SinkhornUnit
 from capszoo.preprocess import model_input_size
 
@@ -100,8 +101,8 @@ class FeedbackAgreement(nn.Module):
             ``model.num_prefix_tokens`` (ViT).
 
     Raises:
-        ValueError: an unknown name, an output that is no feature map, or a pair whose grid sizes do not match; or a
-            model that states no input size, without ``input_size``.
+        ValueError: an unknown name, an output that is no feature map, or a pair whose grid sizes do not match; an
+            argument out of range; or a model that states no input size, without ``input_size``.
     """
 
     def __init__(
@@ -126,6 +127,7 @@ class FeedbackAgreement(nn.Module):
             raise ValueError(f"layout must be 'nchw', 'nhwc' or 'nlc', not {layout!r}")
         if not pairs:
             raise ValueError("pairs must name at least one (lower, higher) pair of modules")
+        non_negative(weight=weight)
         self.pairs = [(str(low), str(high)) for low, high in pairs]
         self.weight = weight
         self.layout = layout

@@ -1,5 +1,6 @@
-"""Sizes out of range: every layer and every head names the argument."""
+"""Sizes and settings out of range: every layer and every head names the argument."""
 
+import math
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from capszoo.layers import (
     FCIDPA,
     CapConv,
     CapFC,
+    CapsuleNorm,
     ClassEM,
     ConvDynamicRouting,
     ConvEM,
@@ -19,6 +21,7 @@ from capszoo.layers import (
     MasterAide,
     PrimaryCaps2d,
     RoutingCaps,
+    RoutingPool2d,
     SelfAttentionRouting,
     SelfRouting,
     SharedDynamicRouting,
@@ -75,6 +78,23 @@ LAYERS: list[tuple[Any, dict[str, Any], dict[str, int]]] = [
     ),
 ]
 
+EM_SETTINGS = {"var_floor": True, "eps": True, "lam_start": False, "lam_step": False, "init_beta_v": None}
+
+#: layer, valid arguments, settings: True if they must be positive, False if 0 or more, None if any finite number
+SETTINGS: list[tuple[Any, dict[str, Any], dict[str, bool | None]]] = [
+    (ConvEM, {"in_caps": 2, "out_caps": 3}, EM_SETTINGS | {"init_noise": False}),
+    (ClassEM, {"in_caps": 2, "num_classes": 3}, EM_SETTINGS | {"init_noise": False}),
+    (SharedEM, SHARED, EM_SETTINGS),
+    (ConvIDPA, {"in_caps": 2, "out_caps": 3}, {"eps": True}),
+    (FCIDPA, {"in_caps": 2, "out_caps": 3}, {"eps": True}),
+    (CapsuleNorm, {"pose_dim": 4}, {"eps": True}),
+    (DynamicRouting, VOTES, {"weight_std": True}),
+    (ConvDynamicRouting, VOTES | WINDOW, {"weight_std": True}),
+    (RoutingPool2d, {}, {"lam": False}),
+    (RoutingCaps, {"in_types": 2, "in_dim": 4, "out_caps": 3}, {"lam": False}),
+    (SinkhornUnit, {"low_chans": 8, "high_chans": 8, "groups": 4}, {"epsilon": True}),
+]
+
 HEADS = [
     ("dynamic", {"proj_chans": 0, "max_grid": 0, "caps_types": 1, "caps_dim": 1, "class_dim": 1}),
     ("self_attention", {"proj_chans": 0, "max_grid": 0, "caps_types": 1, "caps_dim": 1, "class_dim": 1}),
@@ -97,6 +117,20 @@ def test_a_size_below_its_least_is_named(layer: Any, valid: dict[str, Any], name
         valid = valid | {name: least - 1}
     with pytest.raises(ValueError, match=rf"\b{name}\b.*must be (at least {least}|{least} or more|odd)"):
         layer(**valid)
+
+
+@pytest.mark.parametrize(
+    ("layer", "valid", "name", "positive"),
+    [(layer, valid, name, positive) for layer, valid, names in SETTINGS for name, positive in names.items()],
+)
+def test_a_setting_out_of_range_is_named(
+    layer: Any, valid: dict[str, Any], name: str, positive: bool | None
+) -> None:
+    layer(**valid | {name: 1.0 if positive else 0.0})
+    refused = {True: [0.0, -1.0], False: [-1.0], None: []}[positive]
+    for value in (*refused, math.nan, math.inf):
+        with pytest.raises(ValueError, match=rf"\b{name} must be .*finite.*, not {value}"):
+            layer(**valid | {name: value})
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from typing import Optional
 import torch
 from torch import Tensor, nn
 
+from .._ranges import at_least
 from .._windows import split_axis
 from ..squash import squash
 
@@ -35,10 +36,14 @@ class SquashGroups(nn.Module):
 
     Args:
         groups: capsule channels g.
+
+    Raises:
+        ValueError: ``groups`` is below 1.
     """
 
     def __init__(self, groups: int) -> None:
         super().__init__()
+        at_least(1, groups=groups)
         self.groups = groups
 
     def forward(self, x: Tensor) -> Tensor:

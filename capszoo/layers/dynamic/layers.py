@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .._forward_methods import ForwardMethods, forward_method
 from .._precision import upcast_half
-from .._ranges import at_least
+from .._ranges import at_least, positive
 from .._start import reset_start
 from .._windows import windows
 from ..engine import Engine, Reference, Routed, RoutingLayer
@@ -89,6 +89,7 @@ class DynamicRouting(_DynamicLayer):
         weight_std: float = 0.1,
     ) -> None:
         at_least(1, in_caps=in_caps, in_dim=in_dim, out_caps=out_caps, out_dim=out_dim)
+        positive(weight_std=weight_std)
         super().__init__(num_iters, softmax_over, init, out_caps, in_caps)
         self.in_caps, self.in_dim, self.out_caps, self.out_dim = in_caps, in_dim, out_caps, out_dim
         self.weight_std = weight_std

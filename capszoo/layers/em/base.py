@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from .._precision import upcast_half
-from .._ranges import at_least
+from .._ranges import at_least, finite, non_negative, positive
 from .._transforms import block_diagonal
 from ..engine import Routed, RoutingLayer
 from .steps import Settings, check_iterations
@@ -34,6 +34,8 @@ class EMLayer(RoutingLayer):
     def __init__(self, settings: Settings) -> None:
         super().__init__()
         check_iterations(settings.num_iters)
+        non_negative(lam_start=settings.lam_start, lam_step=settings.lam_step)
+        positive(var_floor=settings.var_floor, eps=settings.eps)
         self.num_iters = settings.num_iters
         self.lam_start = settings.lam_start
         self.lam_step = settings.lam_step
@@ -71,6 +73,8 @@ class MatrixEM(EMLayer):
     ) -> None:
         super().__init__(settings)
         at_least(1, in_caps=in_caps, out_caps=out_caps)
+        non_negative(init_noise=init_noise)
+        finite(init_beta_v=init_beta_v)
         if pose_size < 2:
             raise ValueError(f"pose_size must be at least 2 (poses are matrices), not {pose_size}")
         self.in_caps = in_caps

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .._forward_methods import forward_method
 from .._precision import finite_cast, upcast_half
-from .._ranges import at_least
+from .._ranges import at_least, finite
 from .._windows import out_size, windows
 from ..engine import Engine, Reference, Routed
 from .base import EMLayer, MatrixEM
@@ -318,6 +318,7 @@ class SharedEM(SharedSteps, EMLayer):
     ) -> None:
         super().__init__(Settings(num_iters, lam_start, lam_step, var_floor, eps, normalize_cost))
         at_least(1, groups=groups, in_dim=in_dim, out_caps=out_caps, out_dim=out_dim)
+        finite(init_beta_v=init_beta_v)
         self.groups, self.in_dim, self.out_caps, self.out_dim = groups, in_dim, out_caps, out_dim
         self.init_beta_v = init_beta_v
         self.weight = nn.Parameter(torch.empty(out_caps, groups, in_dim, out_dim))

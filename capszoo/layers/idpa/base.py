@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from .._forward_methods import forward_method
 from .._precision import upcast_half
-from .._ranges import at_least
+from .._ranges import at_least, positive
 from .._start import reset_start
 from ..engine import Engine, Reference, Routed, RoutingLayer
 from .engines import Blocked, Fused, Native
@@ -51,6 +51,7 @@ class IDPALayer(RoutingLayer):
             raise ValueError(f"parent_init must be 'zero', 'random' or 'learned', not {parent_init!r}")
         out_dim = in_dim if out_dim is None else out_dim
         at_least(1, out_caps=out_caps, in_dim=in_dim, out_dim=out_dim, num_iters=num_iters)
+        positive(eps=eps)
         side = math.isqrt(in_dim)
         if pose == "matrix" and (side * side != in_dim or in_dim != out_dim):
             raise ValueError(

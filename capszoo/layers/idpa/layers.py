@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._forward_methods import forward_method
-from .._ranges import at_least
+from .._ranges import at_least, positive
 from .._windows import out_size, split_axis, windows
 from ..engine import Reference
 from .base import IDPALayer
@@ -27,10 +27,15 @@ class CapsuleNorm(nn.Module):
     Args:
         pose_dim: dimension d of a capsule.
         eps: of the LayerNorm.
+
+    Raises:
+        ValueError: an argument is out of range.
     """
 
     def __init__(self, pose_dim: int, eps: float = 1e-5) -> None:
         super().__init__()
+        at_least(1, pose_dim=pose_dim)
+        positive(eps=eps)
         self.pose_dim = pose_dim
         self.norm = nn.LayerNorm(pose_dim, eps=eps)
 
