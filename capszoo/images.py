@@ -8,6 +8,7 @@ from this package; ``tests/test_images.py`` checks that the two agree.
 from __future__ import annotations
 
 import io
+import logging
 import os
 import warnings
 from collections.abc import Iterable, Iterator
@@ -64,6 +65,9 @@ MAX_PIXELS = 64_000_000
 JPEG_SCALE = 8
 
 _SMALLER = "scale it down, or allow more with CAPSZOO_MAX_PIXELS"
+
+# Pillow reports some files to its log besides raising an error; without a handler that would go to the terminal.
+logging.getLogger("PIL").addHandler(logging.NullHandler())
 
 # The limit here raises an error, and is lower than the size at which Pillow only warns.
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
@@ -327,7 +331,10 @@ def one_line_errors(name: str | Path, limit: int | None = None, smaller: str = _
     except IsADirectoryError:
         raise CapszooError(f"{name} is a folder", "name an image file") from None
     except UnidentifiedImageError:
-        raise CapszooError(f"{name}: not an image", "give a PNG, JPEG or another common image file") from None
+        raise CapszooError(
+            f"{name}: not an image that can be read",
+            "give a PNG, JPEG or another common image file; save other kinds (HEIC, more than 4 bands) as one",
+        ) from None
     except Image.DecompressionBombError:
         raise CapszooError(f"{name}: more than {limit:,} pixels", smaller) from None
     except MemoryError:

@@ -6,6 +6,8 @@ import io
 import json
 import os
 import struct
+import subprocess
+import sys
 import time
 import zlib
 from pathlib import Path
@@ -527,3 +529,22 @@ def test_premultiplied_pictures_are_read(infer, mode: str) -> None:  # noqa: ANN
     transform = ImageTransform(1, (8, 8), (0.5,), (0.25,))
     assert np.asarray(transform.view(picture)).tolist() == [[200] * 8] * 8
     assert np.array_equal(transform(picture).numpy(), infer.read_picture(picture, _spec(transform))[0])
+
+
+def test_an_image_of_many_bands_is_one_line(tmp_path: Path, root: Path) -> None:
+    """Pillow also logs it, to the terminal where no handler is set."""
+    tags = [(256, 4), (257, 4), (258, 8), (259, 1), (262, 1), (273, 200), (277, 9), (278, 4), (279, 144)]
+    table = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags)
+    header = b"II*\0" + struct.pack("<IH", 8, len(tags)) + table + bytes(4)
+    (tmp_path / "bands.tif").write_bytes(header.ljust(200, b"\0") + bytes(144))
+    code = (
+        "import sys; from capszoo.images import open_image; from capszoo.errors import CapszooError\n"
+        "try:\n    open_image(sys.argv[1])\nexcept CapszooError as error:\n    print(error)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "bands.tif")],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(root)},
+    )
+    assert done.stderr == "" and "bands.tif: not an image that can be read" in done.stdout

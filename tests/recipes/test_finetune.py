@@ -642,7 +642,7 @@ def test_broken_folders_are_one_line_each(photos: Path, tmp_path: Path) -> None:
     for kind in ("one", "three"):
         (tmp_path / "few" / kind).mkdir(parents=True)
         (tmp_path / "few" / kind / "0.png").write_bytes(b"")
-    assert "0.png: not an image: give a PNG" in line(tmp_path / "few")
+    assert "0.png: not an image that can be read: give a PNG" in line(tmp_path / "few")
     assert "none of the 2 images of train can be read" in line(tmp_path / "few", 1, "--skip-bad")
 
     split = tmp_path / "split"
