@@ -1,6 +1,6 @@
 """Write derived files (``make docs``): capszoo/catalogue.json, the tables of README.md,
 docs/models.md, recipes/README.md, docs/benchmarks.md, docs/export-benchmarks.md, docs/fine-tune-results.md and
-docs/robustness.md, docs/cli.md, the curves and pictures of docs, the example in docs/publish.md.
+docs/robustness.md, the curves and pictures of docs, the example in docs/publish.md.
 
 The sources are timm's registry (names, docstrings, parameter counts), the recipe files with their header
 comments, the metadata beside the weights, and the results of benchmarks/models.py, export.py, heads.py, transfer.py,
@@ -49,7 +49,6 @@ from capszoo.recipes.release.paper_results import (  # noqa: E402
 from capszoo.recipes.training.queue import QueueItem, read_queue  # noqa: E402
 from capszoo.summary import summarise  # noqa: E402
 from scripts.comparison import PROFILE, plus_minus, rows  # noqa: E402
-from scripts.help_page import help_page  # noqa: E402
 from scripts.pictures import stale_curves, stale_pictures, write_curves, write_picture  # noqa: E402
 
 
@@ -429,7 +428,6 @@ def outputs() -> dict[Path, str]:
     return {
         CATALOGUE: catalogue(),
         **{page: filled(page, content) for page, content in blocks.items()},
-        ROOT / "docs" / "cli.md": help_page(),
     }
 
 

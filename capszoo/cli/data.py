@@ -12,11 +12,10 @@ from rich.table import Table
 from .._devices import check_device
 from ..errors import UsageError
 from .common import JsonOption, print_json, refuse_unused, stdout
-from .help import HelpCommand, HelpGroup
 
 __all__ = ["data_app"]
 
-data_app = typer.Typer(cls=HelpGroup, help="List, download and check data sets.", no_args_is_help=True)
+data_app = typer.Typer(help="List, download and check data sets.", no_args_is_help=True)
 
 NameArgument = Annotated[
     str,
@@ -115,7 +114,7 @@ def h_imagenet_command(
         stdout().print(escape(line), soft_wrap=True)
 
 
-data_app.command("list", cls=HelpCommand)(list_sets_command)
-data_app.command("fetch", cls=HelpCommand)(fetch_command)
-data_app.command("check", cls=HelpCommand)(check_set_command)
-data_app.command("h-imagenet", cls=HelpCommand)(h_imagenet_command)
+data_app.command("list")(list_sets_command)
+data_app.command("fetch")(fetch_command)
+data_app.command("check")(check_set_command)
+data_app.command("h-imagenet")(h_imagenet_command)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 from rich.markup import escape
 
 from .._catalogue import architectures, check_model_argument, checkpoints
@@ -29,7 +30,6 @@ from .common import (
     stderr,
     stdout,
 )
-from .help import HelpCommand, HelpGroup
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,7 +57,7 @@ def _may_be_model(word: str) -> bool:
     return True
 
 
-class ExplainGroup(HelpGroup):
+class ExplainGroup(TyperGroup):
     """Sub-commands; `explain MODEL IMAGE`, the spelling of version 0.1, still works and prints a note."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
@@ -251,11 +251,11 @@ def _old_command(
     )
 
 
-explain_app.command("heatmap", cls=HelpCommand)(heatmap_command)
-explain_app.command("perturb", cls=HelpCommand)(perturb_command)
-explain_app.command("reconstruct", cls=HelpCommand)(reconstruct_command)
-explain_app.command("multi", cls=HelpCommand)(multi_command)
-explain_app.command("old", cls=HelpCommand, hidden=True)(_old_command)
+explain_app.command("heatmap")(heatmap_command)
+explain_app.command("perturb")(perturb_command)
+explain_app.command("reconstruct")(reconstruct_command)
+explain_app.command("multi")(multi_command)
+explain_app.command("old", hidden=True)(_old_command)
 
 
 def _numbers(text: str | None) -> list[int] | None:

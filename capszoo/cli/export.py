@@ -56,7 +56,7 @@ def export_command(
         typer.Option(
             "--out",
             "-o",
-            help="Folder to write, or FILE.onnx alone. [required]",
+            help="Folder to write, or FILE.onnx alone (required).",
             show_default=False,
             metavar="PATH",
             rich_help_panel="Output",

@@ -12,11 +12,12 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from typer.core import TyperGroup
+
 from .._verbosity import Verbosity, is_quiet, is_verbose, set_verbosity
 from ..errors import CapszooError, UnknownArgument, UnknownModel, UsageError, WeightsError
 from .common import print_error, stderr
 from .examples import EXAMPLES
-from .help import HelpGroup
 
 __all__ = ["OneLineErrors"]
 
@@ -31,7 +32,7 @@ _LEVELS = {
 _FLAGS = ("--debug", *_LEVELS)
 
 
-class OneLineErrors(HelpGroup):
+class OneLineErrors(TyperGroup):
     """Print every error, of the parser and of the commands, as one line on stderr, with the right exit code."""
 
     def list_commands(self, ctx: Any) -> list[str]:

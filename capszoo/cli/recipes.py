@@ -12,13 +12,12 @@ from rich.table import Table
 from .._files import replacing
 from ..errors import CapszooError, UsageError, require
 from .common import JsonOption, print_json, stdout
-from .help import HelpCommand, HelpGroup
 from .train import resolved_yaml
 from .training import ProfileOption, RecipeArgument, SetOption, check_recipe_argument, recipe_names
 
 __all__ = ["recipes_app"]
 
-recipes_app = typer.Typer(cls=HelpGroup, help="List, show, copy and validate recipes.", no_args_is_help=True)
+recipes_app = typer.Typer(help="List, show, copy and validate recipes.", no_args_is_help=True)
 
 
 def _require_yaml() -> None:
@@ -130,7 +129,7 @@ def validate_command(
     )
 
 
-recipes_app.command("list", cls=HelpCommand)(list_recipes_command)
-recipes_app.command("show", cls=HelpCommand)(show_command)
-recipes_app.command("copy", cls=HelpCommand)(copy_command)
-recipes_app.command("validate", cls=HelpCommand)(validate_command)
+recipes_app.command("list")(list_recipes_command)
+recipes_app.command("show")(show_command)
+recipes_app.command("copy")(copy_command)
+recipes_app.command("validate")(validate_command)

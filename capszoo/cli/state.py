@@ -10,19 +10,17 @@ import typer
 from rich.markup import escape
 
 from .common import stdout
-from .help import HelpCommand, HelpGroup
 from .training import check_training
 
 __all__ = ["state_app"]
 
 state_app = typer.Typer(
-    cls=HelpGroup,
     help="Move an unfinished run to another machine: weights, optimiser state, moving average, position.",
     no_args_is_help=True,
 )
 
 
-@state_app.command("export", cls=HelpCommand)
+@state_app.command("export")
 def export_command(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.", show_default=False)],
     folder: Annotated[
@@ -36,7 +34,7 @@ def export_command(
     stdout().print(escape(f"manifest: {export_state(run, folder)}"), soft_wrap=True)
 
 
-@state_app.command("import", cls=HelpCommand)
+@state_app.command("import")
 def import_command(
     folder: Annotated[
         Path, typer.Argument(metavar="FOLDER", help="What `capszoo state export` wrote.", show_default=False)

@@ -28,12 +28,10 @@ PAGES = {
 
 def copy_pages(source: Path) -> None:
     """Copy the pages of docs/ and `PAGES`, with links among themselves."""
-    # cli.md is one page for readers of the repository; the site has a page for each command instead
-    shutil.copytree(ROOT / "docs", source, ignore=shutil.ignore_patterns("_build", "__pycache__", "cli.md"))
+    shutil.copytree(ROOT / "docs", source, ignore=shutil.ignore_patterns("_build", "__pycache__"))
     for name, target in PAGES.items():
         shutil.copyfile(ROOT / name, source / target)
     moved = {ROOT / name: target for name, target in PAGES.items()}
-    moved[ROOT / "docs" / "cli.md"] = "commands/index.md"
     origins = {target: (ROOT / name).parent for name, target in PAGES.items()}
     for page in source.rglob("*.md"):
         relative = page.relative_to(source)
@@ -71,13 +69,13 @@ def main() -> int:
     os.environ.setdefault("PYTHONPATH", str(ROOT))
     from scripts.site.demo import place_demo
     from scripts.site.families import family_pages
-    from scripts.site.reference import api_pages, command_pages
+    from scripts.site.reference import api_pages, command_page
 
     source = BUILD / "site-source"
     shutil.rmtree(source, ignore_errors=True)
     copy_pages(source)
     family_pages(source / "families")
-    command_pages(source / "commands")
+    command_page(source / "commands.md")
     api_pages(source / "api")
     if not options.no_demo:
         place_demo(source / "_static" / "demo", BUILD / "npm")

@@ -1,17 +1,21 @@
-"""Pages of the command line, from the parser, and of the Python interface, from docstrings."""
+"""Pages of the command line, by typer's generator, and of the Python interface, from docstrings."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
-from capszoo.cli.help import help_text
-from scripts.help_page import HEAD, WIDTH, every_context
+HEAD = """What `capszoo COMMAND --help` prints. Results go to stdout, notes and errors to stderr. Exit code 0 is success, 1 failure,
+2 wrong usage. `capszoo --install-completion` sets up completion of commands, options, models and recipes for the
+current shell (bash, zsh, fish, PowerShell).
+"""
 
-__all__ = ["API_MODULES", "api_pages", "command_names", "command_pages", "public_names"]
+__all__ = ["API_MODULES", "api_pages", "command_page", "public_names"]
 
 #: Modules of the reference, each on a separate page.
 API_MODULES = (
@@ -54,23 +58,11 @@ API_MODULES = (
 )
 
 
-def command_names() -> list[str]:
-    """Every command, and every sub-command as ``group name``."""
-    return [context.command_path.partition(" ")[2] for context in every_context()][1:]
-
-
-def command_pages(folder: Path) -> None:
-    """Write an index and a page for each command: the text of docs/cli.md, which is on the site only in this form."""
-    folder.mkdir(parents=True)
-    index, *commands = every_context()
-    pages = [name.replace(" ", "-") for name in command_names()]
-    said = "Results go to stdout, notes and errors to stderr; exit code 0 is done, 1 failed, 2 wrong usage."
-    toc = "```{toctree}\n:maxdepth: 1\n\n" + "\n".join(pages) + "\n```\n"
-    head = f"{HEAD}\n{said}\n\n```text\n{help_text(index, WIDTH)}\n```\n\n"
-    (folder / "index.md").write_text(head + toc, encoding="utf-8")
-    for page, context in zip(pages, commands, strict=True):
-        text = f"# {context.command_path}\n\n```text\n{help_text(context, WIDTH)}\n```\n"
-        (folder / f"{page}.md").write_text(text, encoding="utf-8")
+def command_page(page: Path) -> None:
+    """Write the page of all commands, by typer's own generator."""
+    command = [sys.executable, "-m", "typer", "capszoo.cli", "utils", "docs", "--name", "capszoo"]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    page.write_text(f"# Command line\n\n{HEAD}\n{text}", encoding="utf-8")
 
 
 def public_names(module: Any) -> list[str]:

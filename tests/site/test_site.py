@@ -8,7 +8,6 @@ from __future__ import annotations
 import http.server
 import importlib
 import json
-import os
 import re
 import subprocess
 import sys
@@ -23,9 +22,9 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
-from scripts.help_page import WIDTH
+from capszoo.cli.examples import EXAMPLES
 from scripts.site.families import FAMILIES, example_code, models_of
-from scripts.site.reference import API_MODULES, command_names, public_names
+from scripts.site.reference import API_MODULES, public_names
 from tests.app.browser import chromium_page, draw
 from tests.models.zoo_cases import has_capsules
 
@@ -141,24 +140,12 @@ def test_every_public_name_has_its_place(site: Path, name: str) -> None:
     assert not missing
 
 
-def _help_of(command: str) -> str:
-    """What ``capszoo COMMAND --help`` prints, without colours."""
-    environment = {**os.environ, "COLUMNS": str(WIDTH), "TERM": "dumb", "NO_COLOR": "1", "PYTHONUTF8": "1"}
-    for forced in ("FORCE_COLOR", "GITHUB_ACTIONS"):
-        environment.pop(forced, None)
-    arguments = [sys.executable, "-m", "capszoo", *command.split(), "--help"]
-    done = subprocess.run(arguments, capture_output=True, text=True, check=True, env=environment)
-    return done.stdout
-
-
-def test_the_command_pages_equal_help(site: Path) -> None:
-    assert not (site / "cli.html").exists(), "the site has a second command reference"
-    for command in ("", *command_names()):
-        name = command.replace(" ", "-") or "index"
-        page = (site / "commands" / f"{name}.html").read_text(encoding="utf-8")
-        (block,) = re.findall(r"<pre>(.*?)</pre>", page, flags=re.DOTALL)
-        text = unescape(re.sub(r"<[^>]+>", "", block)).strip("\n")
-        assert text.split() == _help_of(command).split(), command
+def test_the_command_page_has_every_command_and_example(site: Path) -> None:
+    page = (site / "commands.html").read_text(encoding="utf-8")
+    text = " ".join(unescape(re.sub(r"<[^>]+>", "", page)).split())
+    for name, examples in EXAMPLES.items():
+        assert f"capszoo {name}".strip() in text
+        assert all(" ".join(line.split()) in text for line in examples.splitlines()), name
 
 
 def test_every_family_has_its_drawing(site: Path) -> None:
