@@ -29,6 +29,7 @@ from tests.test_cli import fails, needs_training, pictures, run, succeeds, train
 
 MODEL = "resnet20_routingcaps"
 
+
 def _every_context(command: Any, context: Any) -> Iterator[Any]:
     """The parser's context of each command, groups before their commands, without hidden ones."""
     yield context

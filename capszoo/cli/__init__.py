@@ -22,7 +22,7 @@ from .examples import EXAMPLES
 from .explain import explain_app
 from .export import check_command, export_command
 from .finetune import finetune_command
-from .group import OneLineErrors
+from .group import Command, OneLineErrors
 from .predict import predict_command
 from .publish import publish_command
 from .recipes import recipes_app
@@ -101,7 +101,7 @@ for _panel, _commands in _PANELS.items():
         if isinstance(_command, typer.Typer):
             app.add_typer(_command, name=_name, rich_help_panel=_panel, epilog=EXAMPLES[_name])
         else:
-            _register = app.command(_name, rich_help_panel=_panel, epilog=EXAMPLES[_name])
+            _register = app.command(_name, cls=Command, rich_help_panel=_panel, epilog=EXAMPLES[_name])
             _register(_command)
 
 

@@ -107,7 +107,8 @@ def complete_model(incomplete: str) -> list[str]:
 
 #: What MODEL may be, for help texts.
 MODEL_HELP = (
-    "Name, name.tag, hf-hub:USER/NAME or hf-hub:USER/NAME@REVISION, local-dir:FOLDER, folder of a run, or .safetensors file."
+    "Name, name.tag, hf-hub:USER/NAME or hf-hub:USER/NAME@REVISION, local-dir:FOLDER, folder of a run, "
+    "or .safetensors file."
 )
 
 #: The same where an exported file will do, too.

@@ -12,6 +12,7 @@ from rich.table import Table
 from .._devices import check_device
 from ..errors import UsageError
 from .common import JsonOption, print_json, refuse_unused, stdout
+from .group import Command
 
 __all__ = ["data_app"]
 
@@ -114,7 +115,7 @@ def h_imagenet_command(
         stdout().print(escape(line), soft_wrap=True)
 
 
-data_app.command("list")(list_sets_command)
-data_app.command("fetch")(fetch_command)
-data_app.command("check")(check_set_command)
-data_app.command("h-imagenet")(h_imagenet_command)
+data_app.command("list", cls=Command)(list_sets_command)
+data_app.command("fetch", cls=Command)(fetch_command)
+data_app.command("check", cls=Command)(check_set_command)
+data_app.command("h-imagenet", cls=Command)(h_imagenet_command)

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 from rich.markup import escape
+from typer.core import TyperGroup
 
 from .._catalogue import architectures, check_model_argument, checkpoints
 from .._suggest import unknown_name
@@ -30,6 +30,7 @@ from .common import (
     stderr,
     stdout,
 )
+from .group import Command
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -251,11 +252,11 @@ def _old_command(
     )
 
 
-explain_app.command("heatmap")(heatmap_command)
-explain_app.command("perturb")(perturb_command)
-explain_app.command("reconstruct")(reconstruct_command)
-explain_app.command("multi")(multi_command)
-explain_app.command("old", hidden=True)(_old_command)
+explain_app.command("heatmap", cls=Command)(heatmap_command)
+explain_app.command("perturb", cls=Command)(perturb_command)
+explain_app.command("reconstruct", cls=Command)(reconstruct_command)
+explain_app.command("multi", cls=Command)(multi_command)
+explain_app.command("old", cls=Command, hidden=True)(_old_command)
 
 
 def _numbers(text: str | None) -> list[int] | None:

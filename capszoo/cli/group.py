@@ -12,14 +12,14 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from .._verbosity import Verbosity, is_quiet, is_verbose, set_verbosity
 from ..errors import CapszooError, UnknownArgument, UnknownModel, UsageError, WeightsError
 from .common import print_error, stderr
 from .examples import EXAMPLES
 
-__all__ = ["OneLineErrors"]
+__all__ = ["Command", "OneLineErrors"]
 
 
 _LEVELS = {
@@ -30,6 +30,21 @@ _LEVELS = {
 }
 #: Options of the whole command line.
 _FLAGS = ("--debug", *_LEVELS)
+
+
+class Command(TyperCommand):
+    """A command that refuses empty values."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Refuse an empty path or name, as of an unset variable of the shell: a path would be the current folder."""
+        given, _, _ = self.make_parser(ctx).parse_args(list(args))
+        for parameter in self.params:
+            values = given.get(parameter.name or "")
+            if "" in (values if isinstance(values, (list, tuple)) else [values]) and parameter.default != "":
+                named = parameter.param_type_name == "option"
+                name = parameter.opts[0] if named else (parameter.metavar or str(parameter.name))
+                raise UsageError(f"{name} is empty", "give a value, or leave it out")
+        return super().parse_args(ctx, args)
 
 
 class OneLineErrors(TyperGroup):

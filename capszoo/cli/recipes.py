@@ -12,6 +12,7 @@ from rich.table import Table
 from .._files import replacing
 from ..errors import CapszooError, UsageError, require
 from .common import JsonOption, print_json, stdout
+from .group import Command
 from .train import resolved_yaml
 from .training import ProfileOption, RecipeArgument, SetOption, check_recipe_argument, recipe_names
 
@@ -129,7 +130,7 @@ def validate_command(
     )
 
 
-recipes_app.command("list")(list_recipes_command)
-recipes_app.command("show")(show_command)
-recipes_app.command("copy")(copy_command)
-recipes_app.command("validate")(validate_command)
+recipes_app.command("list", cls=Command)(list_recipes_command)
+recipes_app.command("show", cls=Command)(show_command)
+recipes_app.command("copy", cls=Command)(copy_command)
+recipes_app.command("validate", cls=Command)(validate_command)

@@ -10,6 +10,7 @@ import typer
 from rich.markup import escape
 
 from .common import stdout
+from .group import Command
 from .training import check_training
 
 __all__ = ["state_app"]
@@ -20,7 +21,7 @@ state_app = typer.Typer(
 )
 
 
-@state_app.command("export")
+@state_app.command("export", cls=Command)
 def export_command(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.", show_default=False)],
     folder: Annotated[
@@ -34,7 +35,7 @@ def export_command(
     stdout().print(escape(f"manifest: {export_state(run, folder)}"), soft_wrap=True)
 
 
-@state_app.command("import")
+@state_app.command("import", cls=Command)
 def import_command(
     folder: Annotated[
         Path, typer.Argument(metavar="FOLDER", help="What `capszoo state export` wrote.", show_default=False)

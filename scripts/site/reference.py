@@ -10,9 +10,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-HEAD = """What `capszoo COMMAND --help` prints. Results go to stdout, notes and errors to stderr. Exit code 0 is success, 1 failure,
-2 wrong usage. `capszoo --install-completion` sets up completion of commands, options, models and recipes for the
-current shell (bash, zsh, fish, PowerShell).
+HEAD = """What `capszoo COMMAND --help` prints. Results go to stdout, notes and errors to stderr. Exit code 0 is
+success, 1 failure, 2 wrong usage. `capszoo --install-completion` sets up completion of commands, options, models and
+recipes for the current shell (bash, zsh, fish, PowerShell).
 """
 
 __all__ = ["API_MODULES", "api_pages", "command_page", "public_names"]
