@@ -23,16 +23,16 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a plain checkout works too
 
-import torch  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
+import torch
+from torch import Tensor, nn
 
-import capszoo  # noqa: E402
-from capszoo.data import Augment, Batch, Batches, ImageSet, StreamedSet, dataset_spec, load_dataset  # noqa: E402
-from capszoo.data import folders as folders_module  # noqa: E402
-from capszoo.data.augment import jitter, warp  # noqa: E402
-from capszoo.data.sources import compose  # noqa: E402
+import capszoo
+from capszoo.data import Augment, Batch, Batches, ImageSet, StreamedSet, dataset_spec, load_dataset
+from capszoo.data import folders as folders_module
+from capszoo.data.augment import jitter, warp
+from capszoo.data.sources import compose
 from capszoo.data.specs import both_sides
-from capszoo.losses import margin_loss  # noqa: E402
+from capszoo.losses import margin_loss
 
 JITTER = {"brightness": 0.2, "contrast": 0.2, "saturation": 0.2, "hue": 0.2}
 AFFINE = {"rotation": 15.0, "shear": 0.1, "scale": (0.9, 1.1)}

@@ -27,14 +27,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # a plain checkout works too
 
-import torch  # noqa: E402
+import torch
 
-from benchmarks.models import Form, _peak_mib, forward_of, timed, train_step_of  # noqa: E402
-from capszoo._memory import keep_freed_memory  # noqa: E402
-from capszoo.errors import CapszooError  # noqa: E402
-from capszoo.layers.engine import Call, Engine, RoutingLayer  # noqa: E402
-from capszoo.layers.engine_choice import record_engines, use_engines  # noqa: E402
-from capszoo.layers.tuning import TUNING, tuned  # noqa: E402
+from benchmarks.models import Form, _peak_mib, forward_of, timed, train_step_of
+from capszoo._utils.process import keep_freed_memory
+from capszoo.errors import CapszooError
+from capszoo.layers.engine import Call, Engine, RoutingLayer
+from capszoo.layers.engine_choice import record_engines, use_engines
+from capszoo.layers.tuning import TUNING, tuned
 
 
 def engines_called(name: str) -> list[type[Engine]]:

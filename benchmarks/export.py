@@ -31,18 +31,18 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # a plain checkout works too
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-from torch import nn  # noqa: E402
+import numpy as np
+import torch
+from torch import nn
 
-from benchmarks import models  # noqa: E402
-from capszoo import layers  # noqa: E402
-from capszoo.errors import CapszooError  # noqa: E402
-from capszoo.export import compare, to_onnx, unroll  # noqa: E402
-from capszoo.export.prepare import quiet  # noqa: E402
-from capszoo.layers.engine_choice import use_engines  # noqa: E402
-from capszoo.recipes.weights import hardware  # noqa: E402
-from tests.support import warm  # noqa: E402
+from benchmarks import models
+from capszoo import layers
+from capszoo.errors import CapszooError
+from capszoo.export import compare, to_onnx, unroll
+from capszoo.export.prepare import quiet
+from capszoo.layers.engine_choice import use_engines
+from capszoo.recipes.weights import hardware
+from tests.support import warm
 
 BATCHES = (1, 16)
 

@@ -25,13 +25,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a plain checkout works too
 
-import torch  # noqa: E402
-from PIL import Image  # noqa: E402
+import torch
+from PIL import Image
 
-from capszoo.data import ImageSet, load_dataset  # noqa: E402
-from capszoo.errors import CapszooError  # noqa: E402
-from capszoo.recipes.evaluate import evaluate  # noqa: E402
-from capszoo.recipes.finetune import finetune  # noqa: E402
+from capszoo.data import ImageSet, load_dataset
+from capszoo.errors import CapszooError
+from capszoo.recipes.evaluate import evaluate
+from capszoo.recipes.finetune import finetune
 
 PER_CLASS = 50
 BASE = ("precision=bf16",)

@@ -33,13 +33,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a plain checkout works too
 
-import torch  # noqa: E402
-import torch.nn.functional as F  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from benchmarks.models import build  # noqa: E402
-from capszoo import layers  # noqa: E402
-from capszoo.layers.engine_choice import use_engines  # noqa: E402
+from benchmarks.models import build
+from capszoo import layers
+from capszoo.layers.engine_choice import use_engines
 
 #: ``||found - expected|| / ||expected||`` that rounding in a dtype explains.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 3e-3}

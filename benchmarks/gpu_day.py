@@ -39,7 +39,7 @@ from xml.etree import ElementTree
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # a plain checkout works too
 
-from benchmarks.gpu_report import COMPILED, YARDSTICK, Settings, read, report, state, targets, write  # noqa: E402
+from benchmarks.gpu_report import COMPILED, YARDSTICK, Settings, read, report, state, targets, write
 
 Item = Callable[[], Any]
 

@@ -29,15 +29,15 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # a plain checkout works too
 
-import timm  # noqa: E402
-import torch  # noqa: E402
-import torch.nn.functional as F  # noqa: E402
-from torch import nn  # noqa: E402
+import timm
+import torch
+import torch.nn.functional as F
+from torch import nn
 
-import capszoo  # noqa: E402
-from benchmarks.models import _peak_mib, timed  # noqa: E402
-from capszoo.models._heads import HEADS  # noqa: E402
-from capszoo.recipes.weights import hardware  # noqa: E402
+import capszoo
+from benchmarks.models import _peak_mib, timed
+from capszoo.models._heads import HEADS
+from capszoo.recipes.weights import hardware
 
 RESULTS = ROOT / "benchmarks" / "results" / "heads.json"
 BACKBONE, CLASSES, BATCH = "resnet50", 37, 8

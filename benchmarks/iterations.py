@@ -21,7 +21,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # a plain checkout works too
 
-from capszoo.explain.plotting import new_figure, save  # noqa: E402
+from capszoo.explain.plotting import new_figure, save
 
 RESULTS = ROOT / "benchmarks" / "results" / "iterations.json"
 PICTURE = ROOT / "docs" / "pictures" / "cost_by_iterations.svg"

@@ -44,17 +44,17 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # a plain checkout works too
 
-import timm  # noqa: E402
-import torch  # noqa: E402
-import torch.nn.functional as F  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
-from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
+import timm
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
-import capszoo  # noqa: E402
-from capszoo._devices import inductor_options  # noqa: E402
-from capszoo.layers.capconv import CapConv, CoefficientConv2d, MasterAide, SquashGroups  # noqa: E402
-from capszoo.layers.engine import Reference  # noqa: E402
-from capszoo.layers.engine_choice import use_engines  # noqa: E402
+import capszoo
+from capszoo._utils.devices import inductor_options
+from capszoo.layers.capconv import CapConv, CoefficientConv2d, MasterAide, SquashGroups
+from capszoo.layers.engine import Reference
+from capszoo.layers.engine_choice import use_engines
 
 YARDSTICK = "resnet18_cifar"
 

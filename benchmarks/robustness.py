@@ -22,15 +22,15 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # a plain checkout works too
 
-import torch  # noqa: E402
-from torch import Tensor  # noqa: E402
+import torch
+from torch import Tensor
 
-from capszoo.data import keyed_generator, load_dataset  # noqa: E402
-from capszoo.errors import CapszooError  # noqa: E402
-from capszoo.explain.plotting import save_columns  # noqa: E402
-from capszoo.models._pretrained import bundled_tags  # noqa: E402
-from capszoo.recipes.evaluation.calibration import calibrate, held_out_images  # noqa: E402
-from capszoo.recipes.evaluation.corruptions import (  # noqa: E402
+from capszoo._pretrained.files import bundled_tags
+from capszoo.data import keyed_generator, load_dataset
+from capszoo.errors import CapszooError
+from capszoo.explain.plotting import save_columns
+from capszoo.recipes.evaluation.calibration import calibrate, held_out_images
+from capszoo.recipes.evaluation.corruptions import (
     CORRUPTIONS,
     CorruptionResult,
     corrupt,
@@ -38,11 +38,11 @@ from capszoo.recipes.evaluation.corruptions import (  # noqa: E402
     corruptions,
     mean_accuracy,
 )
-from capszoo.recipes.evaluation.metrics import assess  # noqa: E402
-from capszoo.recipes.evaluation.report import rounded  # noqa: E402
-from capszoo.recipes.evaluation.target import in_float32, prepare  # noqa: E402
-from capszoo.recipes.training.checkpoints import write_atomically  # noqa: E402
-from capszoo.recipes.weights import hardware  # noqa: E402
+from capszoo.recipes.evaluation.metrics import assess
+from capszoo.recipes.evaluation.report import rounded
+from capszoo.recipes.evaluation.target import in_float32, prepare
+from capszoo.recipes.training.checkpoints import write_atomically
+from capszoo.recipes.weights import hardware
 
 RESULTS = ROOT / "benchmarks" / "results" / "robustness.json"
 IMAGE = 1

@@ -29,12 +29,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # a plain checkout works too
 
-import torch  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
+import torch
+from torch import Tensor, nn
 
-import capszoo  # noqa: E402
-from capszoo import layers  # noqa: E402
-from capszoo.layers.engine_choice import record_engines, use_engines  # noqa: E402
+import capszoo
+from capszoo import layers
+from capszoo.layers.engine_choice import record_engines, use_engines
 
 
 def seconds(run: Callable[[], object]) -> float:

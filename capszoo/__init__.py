@@ -14,54 +14,17 @@ the two is imported first. Heavy dependencies are loaded on first use: public na
 from __future__ import annotations
 
 from pathlib import Path as _Path
-from typing import TYPE_CHECKING as _TYPE_CHECKING
 
-from ._lazy import resolver as _resolver
-from ._register import register_with_timm as _register_with_timm
-
-if _TYPE_CHECKING:
-    from ._api import ModelInfo, UnknownModel, create_model, list_models, list_pretrained, model_info
-    from ._memory import keep_freed_memory
-    from .facade import ExportedModel, LoadedModel, load
-    from .inference import ImagePrediction, ScoredClass
-    from .models import CapsuleNet, CapsuleOutput, WeightsError
-    from .models._feedback import FeedbackAgreement, encapnet_feedback
-    from .models._heads import CapsuleHead
-    from .models._surgery import replace_global_pool
-    from .models.caps_head import attach_head
-
-__version__ = "0.1.0"
+from ._utils.importing import register_with_timm as _register_with_timm
+from ._utils.importing import resolver as _resolver
+from ._version import __version__
 
 _checkout = _Path(__file__).resolve().parent.parent
 if (_checkout / "hubconf.py").is_file() and (_checkout / "recipes" / "__init__.py").is_file():
     # a checkout has `recipes` and `export` beside the package; an installation has them inside it
     __path__.append(str(_checkout))
 
-__all__ = [
-    "CapsuleHead",
-    "CapsuleNet",
-    "CapsuleOutput",
-    "ExportedModel",
-    "FeedbackAgreement",
-    "ImagePrediction",
-    "LoadedModel",
-    "ModelInfo",
-    "ScoredClass",
-    "UnknownModel",
-    "WeightsError",
-    "__version__",
-    "attach_head",
-    "create_model",
-    "encapnet_feedback",
-    "keep_freed_memory",
-    "list_models",
-    "list_pretrained",
-    "load",
-    "model_info",
-    "replace_global_pool",
-]
-
-#: Public name -> the module that defines it.
+#: Public name -> the module that defines it. ``__init__.pyi`` has the same names for type checkers; a test compares.
 _DEFINED_IN = {
     "CapsuleHead": "models._heads",
     "CapsuleNet": "models",
@@ -70,18 +33,18 @@ _DEFINED_IN = {
     "FeedbackAgreement": "models._feedback",
     "ImagePrediction": "inference",
     "LoadedModel": "facade",
-    "ModelInfo": "_api",
+    "ModelInfo": "models._factory",
     "ScoredClass": "inference",
     "UnknownModel": "errors",
     "WeightsError": "errors",
     "attach_head": "models.caps_head",
-    "create_model": "_api",
+    "create_model": "models._factory",
     "encapnet_feedback": "models._feedback",
-    "keep_freed_memory": "_memory",
-    "list_models": "_api",
-    "list_pretrained": "_api",
+    "keep_freed_memory": "_utils.process",
+    "list_models": "models._factory",
+    "list_pretrained": "models._factory",
     "load": "facade",
-    "model_info": "_api",
+    "model_info": "models._factory",
     "replace_global_pool": "models._surgery",
 }
 
@@ -91,6 +54,7 @@ _MODULES = frozenset(
     + ("preprocess", "recipes", "scores", "summary")
 )
 
+__all__ = ["__version__", *_DEFINED_IN]  # noqa: PLE0604
 
 __getattr__ = _resolver(__name__, _DEFINED_IN, _MODULES)
 

@@ -31,17 +31,12 @@ import torch
 from timm.models import is_model
 from torch import nn
 
-from ._api import create_model, list_models, list_pretrained, resolve_device
-from ._catalogue import check_path, exported_file, pickled_remedy, without_weights
-from ._hub import is_hub_error, refusal
-from ._metadata import WeightsInfo, default_weights, run_weights
-from ._own_facts import own_facts, set_own_facts
-from ._suggest import unknown_name
-from .errors import CapszooError, UnknownArgument, UnknownModel, UsageError, WeightsError
-from .exported import OnnxModel
-from .models._builder import NO_SOURCE
-from .models._metadata import ModelConfig, check_demand, fitting
-from .models._pretrained import (
+from ._pretrained.catalogue import check_path, exported_file, pickled_remedy, without_weights
+from ._pretrained.checks import ModelConfig
+from ._pretrained.demand import check_demand, fitting
+from ._pretrained.exported import OnnxModel
+from ._pretrained.facts import own_facts, set_own_facts
+from ._pretrained.files import (
     METADATA_FILENAME,
     bundled_tags,
     checked_pair,
@@ -51,11 +46,25 @@ from .models._pretrained import (
     named_weights,
     read_cached,
 )
+from ._pretrained.info import WeightsInfo, default_weights, run_weights
+from ._utils.devices import resolve_device
+from ._utils.hub import is_hub_error, refusal
+from .errors import CapszooError, UnknownArgument, UnknownModel, UsageError, WeightsError, unknown_name
+from .models._builder import NO_SOURCE
+from .models._factory import create_model, list_models, list_pretrained
 
 if TYPE_CHECKING:
     from .metadata import Metadata
 
-__all__ = ["Checkpoint", "NoWeights", "checkpoint_of", "model_from_file", "resolve", "run_weights"]
+__all__ = [
+    "Checkpoint",
+    "NoWeights",
+    "checkpoint_of",
+    "model_from_file",
+    "resolve",
+    "run_weights",
+    "load_model",
+]
 
 
 class NoWeights(CapszooError):
@@ -366,3 +375,40 @@ def model_from_file(path: str | Path) -> tuple[nn.Module, WeightsInfo]:
     found = resolve(Path(path).with_suffix(".safetensors"))
     assert found.info is not None
     return found.create(device="cpu"), found.info
+
+
+def load_model(
+    name: str, pretrained: bool = True, device: str | torch.device | None = None, **kwargs: Any
+) -> nn.Module:
+    """A model in eval mode, from any MODEL that :mod:`capszoo.checkpoint` accepts.
+
+    Args:
+        name: registered name, ``name.tag``, ``hf-hub:USER/NAME``, the folder of a finished training run, a folder with
+            a ``config.json`` (timm's and the Hub's layout), or a ``.safetensors`` file beside its metadata.
+        pretrained: load weights; False gives freshly initialised ones.
+        device: device of the model: ``cpu``, ``cuda``, ``mps``; None or ``auto`` selects CUDA if available, else the
+            CPU.
+        **kwargs: as for :func:`capszoo.create_model`.
+
+    Raises:
+        UnknownModel: no such name.
+        NoWeights: an architecture without weights, or without trained ones for this ``img_size``.
+        CapszooError: there is nothing that can be loaded.
+        WeightsError: the weights are damaged or do not fit.
+
+    Examples:
+        >>> net = load_model("resnet20_routingcaps.mnist", device="cpu")
+        >>> net.training, net.num_classes
+        (False, 10)
+    """
+    net = resolve(name).create(pretrained, device, **kwargs)
+    untrained = getattr(net, "untrained", ())
+    stated = (getattr(net, "pretrained_cfg", None) or {}).get("num_classes")
+    # for other classes it is to be trained anyway
+    if untrained and kwargs.get("num_classes", stated) == stated:
+        rows, columns = net.img_size  # type: ignore[misc]
+        raise NoWeights(
+            f"{name} has no trained weights for {rows}x{columns} images: {untrained[0]} depends on the size",
+            "leave the size out, or fine-tune the model at this size",
+        )
+    return net

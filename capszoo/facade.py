@@ -21,7 +21,7 @@ from typing import Any, overload
 
 from torch import nn
 
-from ._files import names_onnx_file
+from ._utils.choices import names_onnx_file
 from .explain import Explanation, explain
 from .inference import ImagePrediction, label_names, load_model, predict
 from .preprocess import ImageLike, as_image, is_image_like, model_input_size, model_transform

@@ -5,7 +5,6 @@ The functions behind ``capszoo predict`` and ``capszoo explain``.
 
 from __future__ import annotations
 
-import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -14,86 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ._modes import evaluating
-from .checkpoint import NoWeights, resolve
+from ._pretrained.facts import label_names
+from .checkpoint import NoWeights, load_model
 from .errors import CapszooError, UsageError
-from .predictions import ImagePrediction, ScoredClass
+from .models._inspect import evaluating
 from .preprocess import ImageLike, ImageTransform, as_image, is_image_like, model_transform
-from .scores import probabilities, score_kind
+from .scores import ImagePrediction, ScoredClass, probabilities, score_kind
 
-__all__ = [
-    "ImagePrediction",
-    "NoWeights",
-    "ScoredClass",
-    "label_names",
-    "load_model",
-    "predict",
-]
-
-
-def load_model(
-    name: str, pretrained: bool = True, device: str | torch.device | None = None, **kwargs: Any
-) -> nn.Module:
-    """A model in eval mode, from any MODEL that :mod:`capszoo.checkpoint` accepts.
-
-    Args:
-        name: registered name, ``name.tag``, ``hf-hub:USER/NAME``, the folder of a finished training run, a folder with
-            a ``config.json`` (timm's and the Hub's layout), or a ``.safetensors`` file beside its metadata.
-        pretrained: load weights; False gives freshly initialised ones.
-        device: device of the model: ``cpu``, ``cuda``, ``mps``; None or ``auto`` selects CUDA if available, else the
-            CPU.
-        **kwargs: as for :func:`capszoo.create_model`.
-
-    Raises:
-        UnknownModel: no such name.
-        NoWeights: an architecture without weights, or without trained ones for this ``img_size``.
-        CapszooError: there is nothing that can be loaded.
-        WeightsError: the weights are damaged or do not fit.
-
-    Examples:
-        >>> net = load_model("resnet20_routingcaps.mnist", device="cpu")
-        >>> net.training, net.num_classes
-        (False, 10)
-    """
-    net = resolve(name).create(pretrained, device, **kwargs)
-    untrained = getattr(net, "untrained", ())
-    stated = (getattr(net, "pretrained_cfg", None) or {}).get("num_classes")
-    # for other classes it is to be trained anyway
-    if untrained and kwargs.get("num_classes", stated) == stated:
-        rows, columns = net.img_size  # type: ignore[misc]
-        raise NoWeights(
-            f"{name} has no trained weights for {rows}x{columns} images: {untrained[0]} depends on the size",
-            "leave the size out, or fine-tune the model at this size",
-        )
-    return net
-
-
-def label_names(model: nn.Module) -> list[str]:
-    """Names of a model's classes; their indices if the weights have no names (or are for other classes)."""
-    count = int(getattr(model, "num_classes", 0))
-    names = (getattr(model, "pretrained_cfg", None) or {}).get("label_names") or ()
-    return [str(name) for name in names] if len(names) == count else [str(i) for i in range(count)]
-
-
-def label_lines(labels: Sequence[str]) -> list[str]:
-    """The lines of ``labels.txt``, one per class; a name's own line breaks become spaces."""
-    return [" ".join(label.splitlines()) for label in labels]
-
-
-def class_positions(own: Sequence[str], names: Sequence[str]) -> list[int | None]:
-    """Index in a model's classes ``own`` of each class of a data set; None for a class that the model lacks.
-
-    Args:
-        own: names of the model's classes.
-        names: names of the data set's classes, such as its folders, in any form of Unicode. Only classes without
-            names, which are the integers from 0 on and none of the model's names, go by their order.
-    """
-    own, names = ([unicodedata.normalize("NFC", name) for name in side] for side in (own, names))
-    position = {name: index for index, name in reversed(list(enumerate(own)))}
-    nameless = set(names) == {str(i) for i in range(len(names))} and len(names) <= len(own)
-    if nameless and position.keys().isdisjoint(names):
-        return [int(name) for name in names]
-    return [position.get(name) for name in names]
+__all__ = ["ImagePrediction", "NoWeights", "ScoredClass", "label_names", "load_model", "predict"]
 
 
 def predict(

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from capszoo._suggest import unknown_name
+from capszoo.errors import unknown_name
 from capszoo.layers import upcast_half
 
 __all__ = [

@@ -16,23 +16,28 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from ._backgrounds import check_background
-from ._own_facts import own_facts
+from ._pretrained.facts import model_input_size, own_facts
+from ._utils.choices import check_background
 from .errors import CapszooError, UsageError
 from .images import (
     CROP_MODES,
     IMAGE_SUFFIXES,
     Framing,
     ValueRange,
+    default_background,
     find_images,
+    fit_drawing,
+    flatten,
+    invert,
+    looks_inverted,
     one_line_errors,
     open_image,
+    pad_to,
     resize_and_crop,
     to_8_bits,
     to_mode,
     upright_picture,
 )
-from .reading import default_background, fit_drawing, flatten, invert, looks_inverted, pad_to
 
 __all__ = [
     "IMAGE_SUFFIXES",
@@ -129,7 +134,7 @@ class ImageTransform:
             resized and cropped to it, then padded to ``size`` with ``canvas``. One that already has ``size`` is a whole
             canvas. None: images fill the frame.
         invert: swap dark and bright.
-        fit: centre and scale a drawing like the makers of MNIST (:func:`capszoo.reading.fit_drawing`).
+        fit: centre and scale a drawing like the makers of MNIST (:func:`capszoo.images.fit_drawing`).
         canvas: ``black`` or ``white``: the padding around an object of ``object_size``, as in training.
         inherited_mean: ``mean`` and ``std`` are not those of the training images: nothing is known of their brightness,
             and no image is said to look inverted.
@@ -194,31 +199,6 @@ class ImageTransform:
 
     def _column(self, values: tuple[float, ...]) -> Tensor:
         return torch.tensor(values, dtype=torch.float32, device="cpu").view(-1, 1, 1)
-
-
-def model_input_size(model: nn.Module) -> tuple[int, int, int]:
-    """Channels, height and width of a model's input: its ``img_size``, else its pretrained configuration's.
-
-    The channels are the model's ``in_chans``, else those of its first convolution: timm's ``in_chans=1`` leaves the
-    configuration as it is.
-
-    Raises:
-        UsageError: the model states no size.
-    """
-    cfg: dict[str, Any] = getattr(model, "pretrained_cfg", None) or {}
-    configured = tuple(cfg.get("input_size") or ())
-    channels = getattr(model, "in_chans", None)
-    if channels is None and configured:
-        first = next((module for module in model.modules() if isinstance(module, nn.Conv2d)), None)
-        channels = first.in_channels if first is not None and first.groups == 1 else configured[0]
-    size = getattr(model, "img_size", configured[-2:])
-    if channels is None or not size:
-        raise UsageError(
-            f"{type(model).__name__} does not say its input size",
-            "set its in_chans and img_size, or give input_size=(c, h, w)",
-        )
-    height, width = (size, size) if isinstance(size, int) else size
-    return int(channels), int(height), int(width)
 
 
 def model_transform(

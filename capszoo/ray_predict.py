@@ -20,9 +20,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ._files import replacing
+from ._utils.files import replacing
 from .errors import CapszooError, UsageError, WeightsError, require
-from .predictions import ImagePrediction
+from .scores import ImagePrediction
 
 __all__ = ["Job", "Summary", "predict_by_ray"]
 

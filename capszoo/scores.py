@@ -7,53 +7,16 @@ of the weights (``score_kind``), and :func:`probabilities` maps scores of any ki
 
 from __future__ import annotations
 
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from ._own_facts import own_facts
+from ._pretrained.facts import SCORE_KINDS, kind_for, score_kind
+from .errors import CapszooError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["SCORE_KINDS", "kind_for", "probabilities", "score_kind"]
-
-#: Kind of score -> how it is converted to a probability, in words.
-SCORE_KINDS = {
-    "logits": "softmax over the classes",
-    "log_probabilities": "softmax over the classes",
-    "lengths": "capsule length, divided by the sum over the classes",
-    "activations": "capsule activation, divided by the sum over the classes",
-    "label_logits": "sigmoid, each class on its own (an image may have several)",
-    "label_lengths": "capsule length itself, each class on its own (an image may have several)",
-}
-
-
-def kind_for(loss: str, single_label: bool = True) -> str:
-    """Kind of the scores of a network trained with a loss.
-
-    Args:
-        loss: name of a recipe's loss.
-        single_label: whether each image has one class.
-    """
-    if loss == "margin":
-        return "lengths" if single_label else "label_lengths"
-    if loss == "spread":
-        return "activations" if single_label else "label_lengths"
-    return "logits" if single_label and loss != "bce" else "label_logits"
-
-
-def score_kind(model: Any) -> str:
-    """Kind of a model's scores: that in its weights' metadata, else that of its architecture.
-
-    A network whose argument ``scores`` selects the kind has it as an attribute of its own, which counts first: the
-    weights may have been trained with another one.
-    """
-    cfg = getattr(model, "pretrained_cfg", None) or {}
-    stated = own_facts(cfg).get("score_kind")
-    selected = getattr(model, "__dict__", {}).get("score_kind")
-    if selected and not str(stated).startswith("label_"):
-        stated = selected
-    kind = stated or getattr(model, "score_kind", None)
-    return str(kind) if kind in SCORE_KINDS else "logits"
+__all__ = ["ImagePrediction", "SCORE_KINDS", "ScoredClass", "kind_for", "probabilities", "score_kind"]
 
 
 _ALONE = {"logits": "label_logits", "lengths": "label_lengths", "activations": "label_lengths"}
@@ -86,3 +49,63 @@ def probabilities(scores: Tensor, kind: str) -> Tensor:
     positive = scores.clamp_min(0)
     total = positive.sum(dim=-1, keepdim=True)
     return positive / total.masked_fill(total == 0, 1.0)
+
+
+@dataclass(frozen=True)
+class ScoredClass:
+    """A class, its name if the weights have names, its score, and the score as a probability.
+
+    Attributes:
+        index: index of the class.
+        label: name of the class.
+        score: output of the network (capsule length, activation or logit).
+        probability: the score mapped to 0..1, see `capszoo.scores`.
+    """
+
+    index: int
+    label: str
+    score: float
+    probability: float
+
+
+@dataclass(frozen=True)
+class ImagePrediction:
+    """The highest-scored classes of an image, best first; or the reason why it could not be read.
+
+    Attributes:
+        image: path as given; ``"image"`` and a number for a picture or an array.
+        top: the classes.
+        size: original width and height of the image.
+        error: empty without an error.
+        score_kind: kind of the scores, a key of `capszoo.scores.SCORE_KINDS`.
+        notes: notes for the user on how the image was read.
+    """
+
+    image: str
+    top: tuple[ScoredClass, ...] = ()
+    size: tuple[int, int] = (0, 0)
+    error: str = ""
+    score_kind: str = "logits"
+    notes: tuple[str, ...] = ()
+
+    @property
+    def label(self) -> str:
+        """The name of the best class."""
+        return self._best.label
+
+    @property
+    def probability(self) -> float:
+        """The probability of the best class."""
+        return self._best.probability
+
+    @property
+    def _best(self) -> ScoredClass:
+        if not self.top:
+            raise CapszooError(self.error or f"{self.image}: no classes")
+        return self.top[0]
+
+    def to_dict(self) -> dict[str, Any]:
+        if self.error:
+            return {"image": self.image, "error": self.error}
+        found = {"image": self.image, "predictions": [asdict(scored) for scored in self.top]}
+        return found | ({"notes": list(self.notes)} if self.notes else {})

@@ -9,15 +9,14 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from ._api import ModelInfo, create_model, describe, list_models, model_info
-from ._catalogue import weights_entry
-from ._metadata import WeightsInfo
-from ._modes import evaluating
+from ._pretrained.catalogue import weights_entry
+from ._pretrained.files import named_weights
+from ._pretrained.info import WeightsInfo
 from .checkpoint import refused_arguments, resolve
 from .layers import engine_report, use_engines
+from .models._factory import ModelInfo, create_model, describe, list_models, model_info
+from .models._inspect import evaluating, iteration_attributes, routing_iterations
 from .models._papers import PAPERS, PaperFigure
-from .models._pretrained import named_weights
-from .models.routing_pool import RoutingPoolNet
 from .preprocess import model_input_size
 
 __all__ = [
@@ -28,9 +27,6 @@ __all__ = [
     "routing_iterations",
     "summarise",
 ]
-
-#: Attribute names of the iteration count in layers and models.
-ITERATION_ATTRIBUTES = ("num_iters", "routing_iters")
 
 
 @dataclass(frozen=True)
@@ -83,20 +79,6 @@ def count_multiply_adds(model: nn.Module, input_size: tuple[int, int, int] | Non
     with evaluating(model), torch.no_grad(), use_engines("reference"), counter:
         model(torch.zeros(1, *size, device=like.device, dtype=like.dtype))
     return counter.get_total_flops() // 2
-
-
-def iteration_attributes(module: nn.Module) -> list[str]:
-    """Names of the iteration counts of this module itself, without its submodules; empty unless it routes."""
-    pools = isinstance(module, RoutingPoolNet) and module.global_pool != "routing"
-    if pools or getattr(module, "lam", None) == 0:  # even weights: one step of no iterations
-        return []
-    return [name for name in ITERATION_ATTRIBUTES if type(getattr(module, name, None)) is int]
-
-
-def routing_iterations(model: nn.Module) -> list[int]:
-    """The distinct iteration counts of a model's routings, ascending; empty without routing."""
-    counts = {getattr(module, name) for module in model.modules() for name in iteration_attributes(module)}
-    return sorted(counts)
 
 
 def summarise(name: str, **kwargs: Any) -> ModelSummary:

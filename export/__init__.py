@@ -15,7 +15,7 @@ if __name__ == "export":
 
 from typing import TYPE_CHECKING
 
-from capszoo._lazy import resolver
+from capszoo._utils.importing import resolver
 
 if TYPE_CHECKING:
     from . import compare, to_onnx, unroll

@@ -17,7 +17,7 @@ try:
 except ModuleNotFoundError:  # Windows has no such locks
     fcntl = None  # type: ignore[assignment]
 
-from capszoo._files import created_folder
+from capszoo._utils.files import created_folder
 from capszoo.errors import CapszooError
 
 __all__ = ["old_name", "remove_stale", "workplace"]

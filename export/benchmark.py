@@ -13,8 +13,8 @@ import numpy as np
 import torch
 import torch.nn as nn
 
+from capszoo._pretrained.exported import OnnxModel
 from capszoo.errors import CapszooError, UsageError, first_line, require
-from capszoo.exported import OnnxModel
 from capszoo.preprocess import model_input_size
 
 from . import to_onnx

@@ -16,26 +16,26 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import capszoo
-from capszoo._backgrounds import check_background
-from capszoo._catalogue import architectures, checkpoints, exported_file
-from capszoo._files import cache_folder, writable_cache
-from capszoo._metadata import default_weights, run_weights, stored_file
+from capszoo._pretrained.catalogue import architectures, checkpoints, exported_file
+from capszoo._pretrained.info import default_weights, run_weights, stored_file
+from capszoo._utils.choices import check_background
+from capszoo._utils.files import PACKAGE_FOLDER, cache_folder, writable_cache
+from capszoo._version import __version__
 from capszoo.errors import CapszooError, UsageError
-from capszoo.predictions import ImagePrediction, ScoredClass
+from capszoo.scores import ImagePrediction, ScoredClass
 
 __all__ = ["CachedModel", "cache_folder", "export_to_cache", "find_cached", "weights_file"]
 
 
 def _exports_folder() -> Path:
     """Folder of the files that this version's code exported."""
-    return cache_folder() / "onnx" / f"{capszoo.__version__}-{_source_digest()}"
+    return cache_folder() / "onnx" / f"{__version__}-{_source_digest()}"
 
 
 @cache
 def _source_digest() -> str:
     """Digest of the code that determines a graph and its preprocessing: a checkout changes between versions."""
-    package, digest = Path(capszoo.__file__).parent, hashlib.sha256()
+    package, digest = PACKAGE_FOLDER, hashlib.sha256()
     folders = (package / "layers", package / "models", Path(__file__).parent)
     files = [path for folder in folders for path in sorted(folder.rglob("*.py"))]
     for path in [*files, package / "images.py", package / "preprocess.py", package / "reading.py"]:

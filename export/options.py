@@ -14,8 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from capszoo._suggest import unknown_name
-from capszoo.errors import UsageError
+from capszoo.errors import UsageError, unknown_name
 
 from .passes.int8 import MIN_CALIBRATION
 from .verify.graph_rules import MAX_TENSORRT_OPSET

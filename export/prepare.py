@@ -16,11 +16,12 @@ import torch
 import torch.nn as nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from capszoo._modes import evaluating
-from capszoo._verbosity import is_verbose
+from capszoo._pretrained.exported import OnnxModel
+from capszoo._utils.process import is_verbose
 from capszoo.errors import NoCapsules, UsageError, first_line
-from capszoo.exported import OnnxModel
 from capszoo.layers.engine_choice import record_engines, use_engines
+from capszoo.models._factory import create_model
+from capszoo.models._inspect import evaluating
 from capszoo.preprocess import model_input_size, model_transform, per_channel
 
 from . import compare, unroll
@@ -171,9 +172,7 @@ def prepare(model: nn.Module | str, options: ExportOptions | None = None, **chan
     options = collect(ExportOptions, options, changes)
     name = options.name
     if isinstance(model, str):
-        import capszoo
-
-        name, model = name or model, capszoo.create_model(model, pretrained=options.pretrained)
+        name, model = name or model, create_model(model, pretrained=options.pretrained)
     name = name or type(model).__name__
     _check_module(model, name)
     if any(p.is_meta for p in model.parameters()):

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from capszoo._npz import read_npz
+from capszoo._utils.files import read_npz
 from capszoo.errors import CapszooError, first_line
 
 from .atomic import workplace

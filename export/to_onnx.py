@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn as nn
 
+from capszoo._version import __version__
 from capszoo.errors import CapszooError, UsageError, first_line
 
 from .atomic import workplace
@@ -305,7 +306,6 @@ def _describe_in_file(proto: onnx.ModelProto, prepared: PreparedModel, report: E
     """Describe the model in the file's metadata, as the files of a bundle do: it may be the only file."""
     import onnx
 
-    import capszoo
     from capszoo.inference import label_names
     from capszoo.preprocess import model_transform
 
@@ -318,7 +318,7 @@ def _describe_in_file(proto: onnx.ModelProto, prepared: PreparedModel, report: E
         spec = {**preprocessing(model, model_transform(model), report), "size": list(prepared.size[1:])}
     cfg, info = getattr(model, "pretrained_cfg", None) or {}, weights_of(model)
     described = {
-        "capszoo_version": capszoo.__version__,
+        "capszoo_version": __version__,
         "model": prepared.name,
         "architecture": cfg.get("architecture") or type(model).__name__,
         "weights": info.name if info else "",

@@ -22,11 +22,10 @@ from pydantic import (
     model_validator,
 )
 
-from capszoo._checks import check_model_args
-from capszoo._suggest import unknown_name
+from capszoo._pretrained.checks import check_model_args
 from capszoo.data.errors import DataError
 from capszoo.data.specs import check_channels, check_name
-from capszoo.errors import UsageError, WeightsError
+from capszoo.errors import UsageError, WeightsError, unknown_name
 
 from .yaml_tree import YamlError, read_yaml
 

@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from capszoo._modes import evaluating
 from capszoo.data import DataError, ImageSet, StreamedSet
-from capszoo.errors import CapszooError, UsageError
-from capszoo.models._pretrained import WeightsError
+from capszoo.errors import CapszooError, UsageError, WeightsError
+from capszoo.models._inspect import evaluating
 
 from .evaluation.metrics import assess, reproduced, stated_top1
 from .evaluation.target import in_float32, prepare

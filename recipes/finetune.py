@@ -17,14 +17,14 @@ from typing import Any
 
 import torch
 
-from capszoo._api import default_device
+from capszoo._pretrained.facts import label_lines
+from capszoo._utils.devices import default_device
 from capszoo.checkpoint import resolve
 from capszoo.data import DATASETS, DataError, ImageSet, split_validation
 from capszoo.data.folders import find_splits
 from capszoo.data.specs import Side, both_sides, check_channels, source_name
 from capszoo.errors import UsageError
 from capszoo.images import CROP_MODES
-from capszoo.inference import label_lines
 from capszoo.metadata import Metadata
 from capszoo.models._backbones import backbone_args, create_backbone_cfg, described_backbone
 from capszoo.models._heads import HEADS, unknown_routing

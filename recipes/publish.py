@@ -21,23 +21,22 @@ import timm
 import torch
 from torch import Tensor, nn
 
-import capszoo
-from capszoo._files import replace_folder
-from capszoo._hub import PublishError, check_repo_id, upload
-from capszoo._npz import read_npz
-from capszoo.checkpoint import resolve
-from capszoo.data import normalize
-from capszoo.inference import label_lines
-from capszoo.models._pretrained import (
+from capszoo._pretrained.facts import label_lines
+from capszoo._pretrained.files import (
     HUB_FILENAME,
     METADATA_FILENAME,
-    WeightsError,
-    WeightsInfo,
     bundled_tags,
     named_weights,
     sha256_of,
     sha256_tag,
 )
+from capszoo._pretrained.info import WeightsInfo
+from capszoo._utils.files import read_npz, replace_folder
+from capszoo._utils.hub import PublishError, check_repo_id, upload
+from capszoo.checkpoint import resolve
+from capszoo.data import normalize
+from capszoo.errors import WeightsError
+from capszoo.models._factory import create_model
 
 from .evaluation.plots import draw_curves
 from .release.model_card import (
@@ -211,7 +210,7 @@ def _check(folder: Path, found: Checkpoint) -> None:
             f"{found.weights}: the copy differs from its metadata", "check the disk for errors"
         )
     images = normalize(found.pixels, found.info.mean, found.info.std)
-    for library, create in (("capszoo", capszoo.create_model), ("timm", timm.create_model)):
+    for library, create in (("capszoo", create_model), ("timm", timm.create_model)):
         net: Any = create(f"local-dir:{folder}", pretrained=True)
         what = f"{found.info.name}: loaded back with {library}, its scores differ by {{:.2g}} from the golden outputs"
         _compare(net, images, found.scores, what)

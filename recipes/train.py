@@ -28,11 +28,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from capszoo._files import not_writable
-from capszoo._memory import keep_freed_memory
-from capszoo.errors import CapszooError, UsageError
-from capszoo.models._blocks import freeze_batch_statistics
-from capszoo.models._pretrained import WeightsError
+from capszoo._utils.files import not_writable
+from capszoo._utils.process import keep_freed_memory
+from capszoo.errors import CapszooError, UsageError, WeightsError
+from capszoo.models._inspect import freeze_batch_statistics
 
 from .config import Recipe, RecipeError, load_recipe
 from .evaluation.metrics import count_correct, mean_recall

@@ -27,14 +27,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-import capszoo
-from capszoo._metadata import stored_file
-from capszoo._npz import read_npz
+from capszoo._pretrained.files import bundled_tags, sha256_of
+from capszoo._pretrained.info import WeightsInfo, stored_file, weights_folders
+from capszoo._utils.files import PACKAGE_FOLDER, read_npz
 from capszoo.checkpoint import model_from_file, run_weights
 from capszoo.data import DATASETS, DatasetSpec, normalize
-from capszoo.errors import CapszooError
-from capszoo.models._pretrained import WeightsError, WeightsInfo, bundled_tags, sha256_of, weights_folders
-from capszoo.reading import default_background
+from capszoo.errors import CapszooError, WeightsError
+from capszoo.images import default_background
 from capszoo.scores import kind_for
 
 from .config import list_recipes
@@ -79,7 +78,7 @@ def source_commit() -> str | None:
 
     Outside a checkout, as in a copy of its files alone, ``CAPSZOO_COMMIT``; else None.
     """
-    package = Path(capszoo.__file__).parent
+    package = PACKAGE_FOLDER
     root = package.resolve().parent
 
     def git(*args: str) -> str:

@@ -27,13 +27,14 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # a plain checkout works too
 
-import capszoo  # noqa: E402
-from benchmarks import robustness  # noqa: E402
-from capszoo.models._pretrained import WeightsInfo, bundled_tags  # noqa: E402
-from capszoo.recipes.config import load_recipe  # noqa: E402
-from capszoo.recipes.release.paper_results import seeds_note  # noqa: E402
-from capszoo.recipes.training.run_folder import compared_settings  # noqa: E402
-from capszoo.summary import count_multiply_adds  # noqa: E402
+import capszoo
+from benchmarks import robustness
+from capszoo._pretrained.files import bundled_tags
+from capszoo._pretrained.info import WeightsInfo
+from capszoo.recipes.config import load_recipe
+from capszoo.recipes.release.paper_results import seeds_note
+from capszoo.recipes.training.run_folder import compared_settings
+from capszoo.summary import count_multiply_adds
 
 __all__ = ["HEADS", "Row", "collect", "commands", "page", "rows"]
 

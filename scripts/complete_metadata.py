@@ -11,9 +11,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a plain checkout works too
 
-from capszoo.data import dataset_spec  # noqa: E402
-from capszoo.models._pretrained import bundled_tags, weights_folders  # noqa: E402
-from capszoo.recipes.weights import amend_metadata, canonical_keys, reading_keys  # noqa: E402
+from capszoo._pretrained.files import bundled_tags
+from capszoo._pretrained.info import weights_folders
+from capszoo.data import dataset_spec
+from capszoo.recipes.weights import amend_metadata, canonical_keys, reading_keys
 
 
 def main() -> int:

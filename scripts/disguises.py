@@ -17,9 +17,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a plain checkout works too
 
-from PIL import Image, ImageChops  # noqa: E402
+from PIL import Image, ImageChops
 
-import capszoo  # noqa: E402
+import capszoo
 
 ASSETS = Path(capszoo.__file__).parent / "assets"
 

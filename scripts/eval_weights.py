@@ -11,8 +11,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a plain checkout works too
 
-import capszoo  # noqa: E402
-from capszoo.recipes.evaluate import main as evaluate  # noqa: E402
+import capszoo
+from capszoo.recipes.evaluate import main as evaluate
 
 
 def main(arguments: list[str]) -> int:

@@ -20,18 +20,21 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # a plain checkout works too
 
-from timm.models import model_entrypoint  # noqa: E402
+from timm.models import model_entrypoint
 
-import capszoo  # noqa: E402
-from benchmarks import heads, robustness, transfer  # noqa: E402
-from capszoo._catalogue import CATALOGUE  # noqa: E402
-from capszoo._metadata import default_weights  # noqa: E402
-from capszoo.data import dataset_spec  # noqa: E402
-from capszoo.models._papers import PAPERS, PaperFigure  # noqa: E402
-from capszoo.models._pretrained import WeightsInfo, bundled_tags, named_weights  # noqa: E402
-from capszoo.recipes.config import MACHINE_KEYS, list_profiles, list_recipes, load_recipe  # noqa: E402
-from capszoo.recipes.release.model_card import card_data, paper_link  # noqa: E402
-from capszoo.recipes.release.paper_results import (  # noqa: E402
+import capszoo
+from benchmarks import heads, robustness, transfer
+from capszoo._pretrained.catalogue import CATALOGUE
+from capszoo._pretrained.files import bundled_tags, named_weights
+from capszoo._pretrained.info import (
+    WeightsInfo,
+    default_weights,
+)
+from capszoo.data import dataset_spec
+from capszoo.models._papers import PAPERS, PaperFigure
+from capszoo.recipes.config import MACHINE_KEYS, list_profiles, list_recipes, load_recipe
+from capszoo.recipes.release.model_card import card_data, paper_link
+from capszoo.recipes.release.paper_results import (
     as_accuracy,
     began_with,
     counted,
@@ -46,10 +49,10 @@ from capszoo.recipes.release.paper_results import (  # noqa: E402
     twin_groups,
     went_on,
 )
-from capszoo.recipes.training.queue import QueueItem, read_queue  # noqa: E402
-from capszoo.summary import summarise  # noqa: E402
-from scripts.comparison import PROFILE, plus_minus, rows  # noqa: E402
-from scripts.pictures import stale_curves, stale_pictures, write_curves, write_picture  # noqa: E402
+from capszoo.recipes.training.queue import QueueItem, read_queue
+from capszoo.summary import summarise
+from scripts.comparison import PROFILE, plus_minus, rows
+from scripts.pictures import stale_curves, stale_pictures, write_curves, write_picture
 
 
 def first_line(name: str) -> str:

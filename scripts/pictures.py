@@ -21,12 +21,13 @@ from PIL import Image
 from torch import Tensor
 
 import capszoo
+from capszoo._pretrained.files import bundled_tags
+from capszoo._pretrained.info import WeightsInfo
 from capszoo.data import ImageSet
 from capszoo.errors import CapszooError
 from capszoo.explain import explain, save_figure, save_heat_grid
 from capszoo.explain.heat_map import MEANINGS
 from capszoo.explain.reconstructions import answers, overlaps, save_answers, save_overlaps
-from capszoo.models._pretrained import WeightsInfo, bundled_tags
 from capszoo.recipes.evaluation.plots import draw_curves
 from capszoo.recipes.evaluation.target import create_for, prepare
 from capszoo.recipes.training.history import records_of

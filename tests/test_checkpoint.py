@@ -15,19 +15,13 @@ from safetensors.torch import save_file
 from timm.models import save_for_hf
 
 import capszoo
-from capszoo._catalogue import check_model_argument
-from capszoo._metadata import run_weights
+from capszoo._pretrained.catalogue import check_model_argument
+from capszoo._pretrained.files import HUB_FILENAME, METADATA_FILENAME, bundled_tags, locate_weights
+from capszoo._pretrained.info import run_weights
 from capszoo.checkpoint import NoWeights, checkpoint_of, model_from_file, resolve
 from capszoo.cli.predict import _sha256
-from capszoo.errors import CapszooError
+from capszoo.errors import CapszooError, WeightsError
 from capszoo.metadata import Metadata
-from capszoo.models._pretrained import (
-    HUB_FILENAME,
-    METADATA_FILENAME,
-    WeightsError,
-    bundled_tags,
-    locate_weights,
-)
 from capszoo.summary import summarise
 
 NAME = "resnet20_routingcaps.mnist"
@@ -120,7 +114,7 @@ def test_an_architecture_stands_for_its_default_weights(run: Path) -> None:
 
 def test_ray_s_answers_belong_to_weights(tmp_path: Path) -> None:
     """The key of ``predict --ray`` has the weights' sha256, also where only the file tells it."""
-    info = capszoo.models._pretrained.bundled_tags()["resnet20_routingcaps.mnist"]
+    info = capszoo._pretrained.files.bundled_tags()["resnet20_routingcaps.mnist"]
     assert _sha256(resolve("resnet20_routingcaps")) == info.sha256
     found = []
     for seed in (0, 1):
@@ -157,7 +151,7 @@ def test_weights_of_timm_s_architectures_are_taken_as_they_are(tmp_path: Path) -
     stated = {
         "architecture": "resnet18",
         "tag": "mine",
-        "sha256": capszoo.models._pretrained.sha256_of(weights),
+        "sha256": capszoo._pretrained.files.sha256_of(weights),
         "num_classes": 3,
         "input_size": [2, 32, 32],
         "mean": [0.5, 0.5],

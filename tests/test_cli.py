@@ -20,10 +20,10 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner, Result
 
 import capszoo
+from capszoo._pretrained.files import bundled_tags
 from capszoo.cli import app
 from capszoo.cli.training import use_cpu
 from capszoo.layers._native.build import compiler
-from capszoo.models._pretrained import bundled_tags
 
 MODEL = "resnet20_routingcaps"
 
@@ -176,7 +176,7 @@ def test_info_of_a_run_and_of_weights(trained: Path) -> None:
 
 
 def test_info_without_torch_says_what_the_model_says() -> None:
-    from capszoo._catalogue import describe
+    from capszoo._pretrained.catalogue import describe
     from capszoo.summary import summarise
 
     for name in (MODEL, f"{MODEL}.mnist"):

@@ -547,7 +547,7 @@ def test_metadata_cannot_steer_the_terminal(
 def test_names_of_classes_cannot_steer_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     """Metadata of a downloaded model may hold any text."""
     from capszoo.cli.predict import _print_table
-    from capszoo.predictions import ImagePrediction, ScoredClass
+    from capszoo.scores import ImagePrediction, ScoredClass
 
     top = (ScoredClass(0, "cat\x1b[2J\nfake.png  dog", 0.9, 0.9),)
     _print_table([ImagePrediction("a.png", top)], "logits")

@@ -313,7 +313,7 @@ def test_attacks_need_one_label(tiny_mnist: Path) -> None:
 def test_a_figure_that_is_not_the_stated_one_ends_with_1(
     tiny_mnist: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    from capszoo.models._pretrained import bundled_tags
+    from capszoo._pretrained.files import bundled_tags
 
     metrics = bundled_tags()[MODEL].raw["metrics"]
     monkeypatch.setitem(metrics, "test", {"top1": 50.0, "n": 40})

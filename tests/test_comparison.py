@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks import robustness
-from capszoo.models._pretrained import bundled_tags
+from capszoo._pretrained.files import bundled_tags
 from capszoo.recipes.config import load_recipe
 from tests.support import load_script
 

@@ -18,14 +18,14 @@ pytest.importorskip("onnxruntime")
 import onnx
 
 import capszoo
-from capszoo._catalogue import EXPORTED_IN
+from capszoo._pretrained.catalogue import EXPORTED_IN
+from capszoo._pretrained.exported import OnnxModel
 from capszoo.app.model import AppModel
 from capszoo.checkpoint import resolve
 from capszoo.cli import app
 from capszoo.errors import CapszooError, UsageError, WeightsError
 from capszoo.export.bundle import check_bundle, export_bundle
 from capszoo.export.to_onnx import ExportError, export
-from capszoo.exported import OnnxModel
 from capszoo.inference import load_model, predict
 from capszoo.scores import score_kind
 from tests.export.toys import ToyCaps

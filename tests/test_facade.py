@@ -14,7 +14,7 @@ from PIL import Image
 from timm.models import save_for_hf
 
 import capszoo
-from capszoo._metadata import stored_file
+from capszoo._pretrained.info import stored_file
 from capszoo.errors import CapszooError, UsageError
 from capszoo.inference import predict
 from capszoo.preprocess import as_image

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from capszoo._devices import check_device
-from capszoo._files import cache_folder, replace_folder, replacing
+from capszoo._utils.devices import check_device
+from capszoo._utils.files import cache_folder, replace_folder, replacing
 from capszoo.errors import CapszooError, UsageError
 
 

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 import capszoo
-from capszoo import _memory
+from capszoo._utils import process as _memory
 from capszoo.cli import app
 from capszoo.cli.common import MAX_MESSAGE, printable
 from capszoo.cli.group import _one_line

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import capszoo
-from capszoo._files import not_writable
+from capszoo._utils.files import not_writable
 from capszoo.cli.group import _one_line
 from capszoo.cli.training import check_recipe_argument
 from capszoo.data import DataError

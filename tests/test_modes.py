@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 import capszoo
-from capszoo._modes import evaluating
 from capszoo.explain.convergence import iteration_changes
 from capszoo.explain.heat_map import explain
 from capszoo.explain.routing_stats import routing_stats
+from capszoo.models._inspect import evaluating
 from capszoo.summary import count_multiply_adds
 
 IMAGE = torch.randn(1, 28, 28)

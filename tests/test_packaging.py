@@ -345,27 +345,24 @@ def test_checkout_runs_uninstalled(root: Path, tmp_path: Path) -> None:
 
 # -- imports run one way ------------------------------------------------------------------------------------------
 
-#: What a part of the project may import of the others. ``shared`` is everything else directly in capszoo/.
-ALLOWED = {
-    "layers": set(),
-    "shared": {"layers", "models", "data"},
-    "models": {"layers", "shared"},
-    "data": {"shared"},
-    "recipes": {"layers", "models", "data", "shared"},
-    "export": {"layers", "models", "data", "shared"},
-    "facade": {"models", "shared", "export"},
-    "app": {"models", "shared", "export"},
-    "cli": {"layers", "models", "data", "shared", "recipes", "export", "facade", "app"},
-}
+#: The rooms of the package, from the ground up: the files and folders of capszoo/, recipes/ and export/. A room imports
+#: rooms of lower floors alone.
+FLOORS = (
+    ("layers", "errors", "_version"),
+    ("_utils", "losses", "metadata"),
+    ("__init__", "_pretrained", "images"),
+    ("models", "data", "scores", "preprocess"),
+    ("checkpoint",),
+    ("summary", "inference"),
+    ("explain", "export", "ray_predict"),
+    ("recipes", "app", "facade"),
+    ("cli",),
+    ("__main__",),
+)
 
 
-def _part(module: str) -> str:
-    parts = module.split(".")
-    if len(parts) < 2:
-        return "shared"
-    if parts[1] == "__main__":
-        return "cli"
-    return parts[1] if parts[1] in ALLOWED else "shared"
+def _room(module: str) -> str:
+    return module.split(".")[1] if "." in module else "__init__"
 
 
 def _imported(module: str, path: Path) -> Iterator[tuple[str, int]]:
@@ -385,21 +382,39 @@ def _imported(module: str, path: Path) -> Iterator[tuple[str, int]]:
                 yield f"{base}.{alias.name}", node.lineno
 
 
-def test_imports_run_one_way(root: Path) -> None:
+def test_every_room_imports_lower_floors_alone(root: Path) -> None:
+    floor = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+    modules = dict(_modules(root))
+    assert {_room(module) for module in modules} == set(floor), "a new file or folder needs a floor"
     wrong = []
-    for module, path in _modules(root):
-        part = _part(module)
-        # the package's own names are resolved on first use; for a type checker alone they are imports
-        skipped = _type_checking_only(path) if module == "capszoo" else set()
+    for module, path in modules.items():
+        skipped = _type_checking_only(path)
         for target, line in _imported(module, path):
-            if (
-                line in skipped
-                or not target.startswith("capszoo.")
-                or _part(target) in (part, *ALLOWED[part])
-            ):
+            # `from capszoo import name` is the file of that name, or something of the package's own face
+            known = target in modules or target.rpartition(".")[0] in modules
+            if line in skipped or not known or _room(target) not in floor or _room(target) == _room(module):
                 continue
-            wrong.append(f"{path.relative_to(root)}:{line}: {part} must not import {target}")
+            if floor[_room(target)] >= floor[_room(module)]:
+                wrong.append(f"{path.relative_to(root)}:{line}: {module} must not import {target}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_files_at_the_top_of_the_package_are_public(root: Path) -> None:
+    private = {path.name for path in (root / "capszoo").glob("_*.py")}
+    assert private == {"__init__.py", "__main__.py", "_version.py"}, "a private file belongs into a room"
+
+
+def test_type_checkers_know_every_public_name(root: Path) -> None:
+    import capszoo
+
+    stub = ast.parse((root / "capszoo" / "__init__.pyi").read_text(encoding="utf-8"))
+    stated = {
+        alias.asname: f"{node.module}"
+        for node in stub.body
+        if isinstance(node, ast.ImportFrom) and node.level and node.module
+        for alias in node.names
+    }
+    assert stated == {**capszoo._DEFINED_IN, "__version__": "_version"}
 
 
 def _type_checking_only(path: Path) -> set[int]:
@@ -441,7 +456,7 @@ def test_layers_import_torch_alone(root: Path) -> None:
     allowed = {"torch", "capszoo", "triton"}
     wrong = []
     for module, path in _modules(root):
-        if _part(module) != "layers":
+        if _room(module) != "layers":
             continue
         for target, line in _imported(module, path):
             top = target.split(".")[0]

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from capszoo._pretrained.files import bundled_tags
 from capszoo.explain.heat_map import MEANINGS
-from capszoo.models._pretrained import bundled_tags
 from scripts.pictures import FIRST, KINDS, caption, kinds_of, picture_file, stale_pictures, write_picture
 
 #: one picture of each kind

@@ -12,7 +12,7 @@ import torch.nn as nn
 from PIL import Image
 
 from capszoo import preprocess
-from capszoo._own_facts import set_own_facts
+from capszoo._pretrained.facts import set_own_facts
 from capszoo.errors import CapszooError, UsageError
 from capszoo.images import Framing
 from capszoo.inference import load_model, predict

@@ -15,8 +15,8 @@ from timm.models import save_for_hf
 import capszoo
 from capszoo.data import DataError, load_dataset
 from capszoo.errors import UsageError
+from capszoo.images import fit_drawing, flatten, looks_inverted, pad_to
 from capszoo.preprocess import ImageTransform, model_transform, to_mode
-from capszoo.reading import fit_drawing, flatten, looks_inverted, pad_to
 from tests.support import load_script, packed
 from tests.test_cli import write_run
 

@@ -18,7 +18,7 @@ import pytest
 from PIL import Image
 
 import capszoo
-from capszoo.models._pretrained import bundled_tags
+from capszoo._pretrained.files import bundled_tags
 from tests.support import load_script, packed
 
 

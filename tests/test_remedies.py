@@ -166,7 +166,7 @@ def test_an_older_opset_is_written_by_the_exporter_that_the_message_names(tmp_pa
 def test_a_file_of_another_format_is_refused_and_any_case_of_ours_is_one_file(
     name: str, tmp_path: Path
 ) -> None:
-    from capszoo._files import names_onnx_file
+    from capszoo._utils.choices import names_onnx_file
 
     with pytest.raises(UsageError, match="model.onnx"):
         names_onnx_file(tmp_path / name)

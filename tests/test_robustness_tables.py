@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from benchmarks import robustness
-from capszoo.models._pretrained import bundled_tags
+from capszoo._pretrained.files import bundled_tags
 from tests.support import packed
 
 

@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import save_file
 
 import capszoo
-from capszoo._metadata import default_weights
-from capszoo._own_facts import own_facts, set_own_facts
-from capszoo.models._pretrained import bundled_tags, sha256_of
+from capszoo._pretrained.facts import own_facts, set_own_facts
+from capszoo._pretrained.files import bundled_tags, sha256_of
+from capszoo._pretrained.info import default_weights
 from capszoo.recipes.weights import canonical_keys, reading_keys
 from capszoo.scores import SCORE_KINDS, kind_for, probabilities, score_kind
 from tests.support import load_script

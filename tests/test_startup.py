@@ -135,7 +135,7 @@ _EVERY_NAME = """
 import capszoo
 for name in capszoo.__all__: assert getattr(capszoo, name) is not None and name in dir(capszoo), name
 assert capszoo.models.CapsuleNet is capszoo.CapsuleNet and capszoo.layers
-from capszoo._api import UnknownModel; assert UnknownModel is capszoo.UnknownModel
+from capszoo.errors import UnknownModel; assert UnknownModel is capszoo.UnknownModel
 try: capszoo.nosuch
 except AttributeError as error: assert 'nosuch' in str(error)
 else: raise AssertionError

@@ -19,10 +19,10 @@ import numpy as np
 import torch
 from PIL import Image
 
+from .._pretrained.exported import OnnxModel
 from ..errors import CapszooError, UsageError, require
 from ..explain import Explanation, explain
 from ..explain.convergence import all_iterations
-from ..exported import OnnxModel
 from ..images import open_image
 from ..inference import label_names, load_model
 from ..preprocess import model_transform

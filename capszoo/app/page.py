@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .._catalogue import check_model_argument, checkpoints
-from .._extras import EXTRAS
+from .._pretrained.catalogue import check_model_argument, checkpoints
+from .._utils.choices import EXTRAS
 from ..errors import CapszooError, WeightsError, first_line, require
 from .model import MAX_FILE_MB, MAX_ITERATIONS, Answer, AppModel, read_drawing, read_upload
 from .pictures import (

@@ -19,7 +19,7 @@ import time
 from collections import Counter
 from typing import Any
 
-from .._extras import EXTRAS
+from .._utils.choices import EXTRAS
 from ..errors import CapszooError, first_line, require
 from ..images import open_image
 from .model import MAX_FILE_MB, MAX_PIXELS, AppModel

@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import capszoo
+from capszoo._utils.files import PACKAGE_FOLDER
 
-from .._hub import upload
-from .._metadata import stored_file
+from .._pretrained.info import stored_file
+from .._utils.hub import upload
 from ..checkpoint import resolve
 from ..errors import CapszooError, UsageError
 
@@ -149,7 +149,7 @@ def _copy_package(package: Path) -> None:
     from .. import export
 
     junk = shutil.ignore_patterns("__pycache__", "*.pyc")
-    here = Path(capszoo.__file__).parent
+    here = PACKAGE_FOLDER
     skip = {here / part for part in LEFT_OUT}
 
     def ignored(folder: str, entries: list[str]) -> set[str]:
@@ -158,4 +158,4 @@ def _copy_package(package: Path) -> None:
 
     shutil.copytree(here, package, ignore=ignored)
     if not (package / "export").is_dir():  # a checkout has it beside the package
-        shutil.copytree(Path(export.__file__).parent, package / "export", ignore=junk)
+        shutil.copytree(Path(str(export.__file__)).parent, package / "export", ignore=junk)

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from .._catalogue import check_model_argument
-from .._extras import EXTRAS
+from .._pretrained.catalogue import check_model_argument
+from .._utils.choices import EXTRAS
 from ..errors import require
 from .common import ExportedArgument, complete_model, stderr
 

@@ -10,8 +10,8 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from .._catalogue import check_model_argument, checkpoints, describe, exported_file
-from .._metadata import default_weights
+from .._pretrained.catalogue import check_model_argument, checkpoints, describe, exported_file
+from .._pretrained.info import default_weights
 from ..errors import CapszooError, UsageError
 from .common import (
     DeviceOption,

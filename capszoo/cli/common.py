@@ -19,13 +19,12 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from .._backgrounds import check_background
-from .._catalogue import architectures, checkpoints
-from .._devices import DEVICES, check_device
-from .._files import PICTURE_SUFFIXES, check_numbers_file, check_writable
-from .._suggest import unknown_name
-from .._verbosity import is_quiet
-from ..errors import CapszooError, UsageError
+from .._pretrained.catalogue import architectures, checkpoints
+from .._utils.choices import PICTURE_SUFFIXES, check_background
+from .._utils.devices import DEVICES, check_device
+from .._utils.files import check_numbers_file, check_writable
+from .._utils.process import is_quiet
+from ..errors import CapszooError, UsageError, unknown_name
 
 __all__ = [
     "MODEL_HELP",

@@ -50,7 +50,7 @@ def curves_command(
     dpi: DpiOption = None,
 ) -> None:
     """Draw several training runs, or the robustness of several models, in one picture."""
-    from .._suggest import unknown_name
+    from ..errors import unknown_name
     from ..explain.plotting import require_matplotlib
 
     file = picture(out, format, style, dpi, what, numbers="model" if what == "robustness" else "run")

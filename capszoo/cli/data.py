@@ -9,7 +9,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from .._devices import check_device
+from .._utils.devices import check_device
 from ..errors import UsageError
 from .common import JsonOption, print_json, refuse_unused, stdout
 from .group import Command

@@ -13,8 +13,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from .. import __version__
-from .._extras import EXTRAS
-from .._files import expanded
+from .._utils.choices import EXTRAS
+from .._utils.files import expanded
 from ..errors import CapszooError
 from .common import JsonOption, print_json, stdout
 
@@ -107,7 +107,7 @@ def _data_folders() -> dict[str, Any]:
 
 
 def _cache() -> str:
-    from .._files import cache_folder
+    from .._utils.files import cache_folder
 
     try:
         return str(cache_folder())

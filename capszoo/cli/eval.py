@@ -9,8 +9,8 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from .._catalogue import check_model_argument, exported_file
-from .._files import expanded
+from .._pretrained.catalogue import check_model_argument, exported_file
+from .._utils.files import expanded
 from ..errors import CapszooError, UsageError
 from .common import (
     DeviceOption,
@@ -213,11 +213,13 @@ def eval_command(
         from ..data.specs import check_name
 
         check_name(dataset)
+    from capszoo.recipes.evaluation.report import measure
+    from capszoo.recipes.evaluation.report_plots import write
+
     from ..explain.plotting import style as drawn_in
     from ..recipes.evaluation.calibration import held_out_images
     from ..recipes.evaluation.iterations import parse_iterations
     from ..recipes.evaluation.metrics import reproduced
-    from ..recipes.evaluation.report import measure, write
     from ..recipes.evaluation.robustness import parse_radii
     from ..recipes.evaluation.target import data_set_of, prepare
 

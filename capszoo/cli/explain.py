@@ -11,9 +11,8 @@ import typer
 from rich.markup import escape
 from typer.core import TyperGroup
 
-from .._catalogue import architectures, check_model_argument, checkpoints
-from .._suggest import unknown_name
-from ..errors import CapszooError, UnknownModel, UsageError
+from .._pretrained.catalogue import architectures, check_model_argument, checkpoints
+from ..errors import CapszooError, UnknownModel, UsageError, unknown_name
 from .common import (
     BackgroundOption,
     DeviceOption,

@@ -11,11 +11,10 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from .._catalogue import check_model_argument
-from .._files import names_onnx_file
-from .._suggest import unknown_name
+from .._pretrained.catalogue import check_model_argument
+from .._utils.choices import names_onnx_file
 from ..data.specs import is_data_set
-from ..errors import CapszooError, UsageError
+from ..errors import CapszooError, UsageError, unknown_name
 from .common import (
     MODEL_HELP,
     ItersOption,

@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from .._catalogue import HEAD_ROUTINGS, check_model_argument
-from .._suggest import unknown_name
-from ..errors import UsageError
+from .._pretrained.catalogue import check_model_argument
+from .._utils.choices import HEAD_ROUTINGS
+from ..errors import UsageError, unknown_name
 from .common import CROP_MODES, parse_size, refuse_unused, was_given
 from .training import (
     AcceptDataOption,

@@ -14,7 +14,7 @@ from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
 
-from .._verbosity import Verbosity, is_quiet, is_verbose, set_verbosity
+from .._utils.process import Verbosity, is_quiet, is_verbose, set_verbosity
 from ..errors import CapszooError, UnknownArgument, UnknownModel, UsageError, WeightsError
 from .common import print_error, stderr
 from .examples import EXAMPLES

@@ -11,10 +11,9 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from .._catalogue import check_model_argument, exported_file
-from .._files import check_writable, write_csv
-from .._suggest import unknown_name
-from ..errors import CapszooError, UsageError, require
+from .._pretrained.catalogue import check_model_argument, exported_file
+from .._utils.files import check_writable, write_csv
+from ..errors import CapszooError, UsageError, require, unknown_name
 from .common import (
     BackgroundOption,
     BatchSizeOption,
@@ -40,7 +39,7 @@ from .common import (
 
 if TYPE_CHECKING:
     from ..checkpoint import Checkpoint
-    from ..predictions import ImagePrediction
+    from ..scores import ImagePrediction
 
 RUNTIMES = ("auto", "torch", "onnx")
 
@@ -226,7 +225,7 @@ def _by_ray(
 
 def _sha256(found: Checkpoint) -> str:
     """The sha256 of a model's weights; empty for weights of timm, which state none."""
-    from ..models._pretrained import sha256_of
+    from .._pretrained.files import sha256_of
 
     if found.exported and found.path is not None:
         return sha256_of(found.path)

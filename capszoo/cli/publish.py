@@ -103,7 +103,7 @@ def _publish_space(
     """Write a Space and, without `dry_run`, upload it."""
     import tempfile
 
-    from .._hub import check_repo_id
+    from .._utils.hub import check_repo_id
     from ..app.space import upload_space, write_space
     from ..export.atomic import workplace
 

@@ -9,7 +9,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from .._files import replacing
+from .._utils.files import replacing
 from ..errors import CapszooError, UsageError, require
 from .common import JsonOption, print_json, stdout
 from .group import Command

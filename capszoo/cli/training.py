@@ -9,9 +9,8 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from .._devices import check_device
-from .._suggest import unknown_name
-from ..errors import UsageError, require
+from .._utils.devices import check_device
+from ..errors import UsageError, require, unknown_name
 from .common import stdout
 
 __all__ = [
@@ -184,7 +183,7 @@ def use_cpu(device: str | None, cpu: bool) -> bool:
         raise UsageError(f"--cpu and --device {device} exclude each other", "give one of them")
     if cpu or device in (None, "auto", "cpu"):
         return cpu or device == "cpu"
-    from .._api import resolve_device
+    from .._utils.devices import resolve_device
 
     found = resolve_device(str(device))
     if found.type == "mps":

@@ -9,16 +9,17 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from .._catalogue import (
+from .._pretrained.catalogue import (
     architectures,
     check_model_argument,
     checkpoints,
     describe,
     list_rows,
+    paper_address,
+    paper_label,
     plain,
     without_weights,
 )
-from .._paper_links import paper_address, paper_label
 from ..errors import CapszooError
 from .common import (
     ItersOption,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
-from capszoo._lazy import resolver as _resolver
+from capszoo._utils.importing import resolver as _resolver
 
 if _TYPE_CHECKING:
     from .augment import Augment, normalize

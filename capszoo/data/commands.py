@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from .._files import expanded
+from .._utils.files import expanded
 from .download import fetch, remote_files
 from .errors import DataError
 from .folders import find_splits
@@ -111,7 +111,7 @@ def build_h_imagenet(
         weights: file of torchvision's ResNet-18 weights.
         device: device for the measurement.
     """
-    from .._api import resolve_device
+    from .._utils.devices import resolve_device
     from .imagenet import Ilsvrc, build, class_accuracies, load_judge
 
     if accuracies:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from .._files import created_folder, expanded, not_writable
+from .._utils.files import created_folder, expanded, not_writable
 from .errors import DataError
 
 __all__ = ["RemoteFile", "fetch", "remote_files"]

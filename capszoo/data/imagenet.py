@@ -25,7 +25,7 @@ from xml.etree import ElementTree
 import torch
 from torch import Tensor, nn
 
-from capszoo._files import expanded
+from capszoo._utils.files import expanded
 from capszoo.errors import CapszooError, first_line
 
 from .batches import Batches

@@ -31,7 +31,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from capszoo._files import expanded
+from capszoo._utils.files import expanded
 from capszoo.errors import CapszooError, install_hint
 
 from .errors import DataError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from .._files import expanded
+from .._utils.files import expanded
 from .errors import DataError
 
 __all__ = ["environment_roots", "given_root"]

@@ -22,8 +22,7 @@ from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
-from capszoo._files import cache_folder, replacing
-from capszoo._npz import read_npz
+from capszoo._utils.files import cache_folder, read_npz, replacing
 from capszoo.errors import CapszooError
 from capszoo.images import IMAGE_SUFFIXES
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
 
-from capszoo._files import expanded
-from capszoo._suggest import unknown_name
+from capszoo._utils.files import expanded
+from capszoo.errors import unknown_name
 
 from .errors import DataError
 

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._modes import evaluating
 from ..errors import CapszooError
 from ..models._base import CouplingLayout
+from ..models._inspect import evaluating
 from ..summary import iteration_attributes
 from .routing_stats import canonical
 

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from .._modes import evaluating
 from ..errors import CapszooError
+from ..models._inspect import evaluating
 from ..preprocess import ImageLike, ImageTransform, model_transform
 from ..scores import probabilities, score_kind
 from .attributions import grid_of, tile_index

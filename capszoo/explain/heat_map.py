@@ -17,11 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._files import check_numbers_file
-from .._modes import evaluating
-from .._suggest import unknown_name
-from ..errors import CapszooError, NoCapsules, UsageError
+from .._utils.files import check_numbers_file
+from ..errors import CapszooError, NoCapsules, UsageError, unknown_name
 from ..inference import label_names
+from ..models._inspect import evaluating
 from ..models.routing_pool import RoutingPoolNet
 from ..preprocess import ImageLike, ImageTransform, as_image, model_transform
 from ..scores import probabilities, score_kind

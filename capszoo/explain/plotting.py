@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-from .._files import PICTURE_SUFFIXES, replacing, write_csv
-from .._suggest import unknown_name
-from ..errors import CapszooError, UsageError, install_hint, require
+from .._utils.choices import PICTURE_SUFFIXES
+from .._utils.files import replacing, write_csv
+from ..errors import CapszooError, UsageError, install_hint, require, unknown_name
 
 __all__ = [
     "STYLES",

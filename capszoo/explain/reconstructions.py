@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._modes import evaluating
 from ..errors import CapszooError, UsageError
 from ..inference import label_names
+from ..models._inspect import evaluating
 from ..preprocess import ImageLike, model_transform
 from .heat_map import class_index, model_input
 from .plotting import new_figure, save, save_columns, show

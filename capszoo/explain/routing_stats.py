@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._modes import evaluating
 from ..errors import CapszooError, NoCapsules
 from ..models._base import CouplingLayout
+from ..models._inspect import evaluating
 
 __all__ = ["AgreementCurve", "LayerStats", "RoutingStats", "canonical", "coupling_entropy", "routing_stats"]
 

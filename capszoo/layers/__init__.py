@@ -1,6 +1,5 @@
 """Capsule layers: each routing is one file or package with a pure function and a module. Imports torch alone."""
 
-from ._engine_report import engine_report
 from ._precision import upcast_half
 from ._triton import use_triton
 from .capconv import (
@@ -20,8 +19,8 @@ from .dynamic import (
     shared_dynamic_routing,
 )
 from .em import ClassEM, ConvEM, SharedEM, em_routing, shared_em_routing
+from .engine_choice import engine_report, use_engines
 from .engine_choice import read_environment as _read_environment
-from .engine_choice import use_engines
 from .idpa import FCIDPA, CapsuleNorm, ConvIDPA, IDPAStack, idpa_routing
 from .primary import PrimaryCaps2d, capsules_from_map
 from .routing_pool import RoutingCaps, RoutingPool2d, routing_caps, routing_pool

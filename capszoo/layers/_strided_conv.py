@@ -21,8 +21,7 @@ from ._autograd import refuse_second_gradient
 from ._native import does_not_build, not_native
 from ._native.build import load
 from ._native.call import arguments, in_threads
-from ._precision import working_type
-from ._tracing import is_tracing, is_transformed
+from ._precision import is_tracing, is_transformed, working_type
 from .engine_choice import STATE
 from .tuning import TUNING
 

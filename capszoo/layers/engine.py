@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from ._forward_methods import ForwardMethods
-from ._precision import working_type
-from ._tracing import is_tracing, is_transformed
+from ._precision import is_tracing, is_transformed, working_type
 from .engine_choice import NAMES, STATE, Choice
 
 __all__ = [

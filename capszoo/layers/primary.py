@@ -12,9 +12,9 @@ from typing import Tuple
 import torch
 from torch import Tensor, nn
 
-from ._ranges import at_least
+from ._layout import out_size, split_axis
+from ._modules import at_least
 from ._strided_conv import StridedConv2d
-from ._windows import out_size, split_axis
 from .squash import squash
 
 __all__ = ["PrimaryCaps2d", "capsules_from_map"]

@@ -38,9 +38,9 @@ import torch
 from torch import Tensor, nn
 
 from ._forward_methods import forward_method
+from ._layout import split_axis
+from ._modules import at_least
 from ._precision import upcast_half
-from ._ranges import at_least
-from ._windows import split_axis
 from .engine import Routed, RoutingLayer
 from .squash import squash
 

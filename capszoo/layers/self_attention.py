@@ -28,8 +28,8 @@ import torch
 from torch import Tensor, nn
 
 from ._forward_methods import forward_method
+from ._modules import at_least
 from ._precision import upcast_half
-from ._ranges import at_least
 from .engine import Routed, RoutingLayer
 from .squash import exponential_squash
 

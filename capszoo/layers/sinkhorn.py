@@ -38,8 +38,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ._modules import at_least, positive
 from ._precision import upcast_half
-from ._ranges import at_least, positive
 from .capconv import SquashGroups
 
 __all__ = ["SinkhornUnit", "feature_kl", "ground_cost", "sinkhorn_divergence", "sinkhorn_plan"]

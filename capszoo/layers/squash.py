@@ -23,9 +23,9 @@ finite where a converter makes a float32 graph float16, whose largest number is 
 import torch
 from torch import Tensor, nn
 
+from ._layout import split_axis
+from ._modules import at_least
 from ._precision import upcast_half
-from ._ranges import at_least
-from ._windows import split_axis
 
 __all__ = ["Squash", "capsule_lengths", "exponential_squash", "squash"]
 

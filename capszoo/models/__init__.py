@@ -1,5 +1,7 @@
 """The zoo's architectures; importing this package registers all of them with timm."""
 
+from .._pretrained.info import HUB_ORG, WeightsInfo
+from ..errors import WeightsError
 from . import (
     caps_head,
     capsnet_dynamic,
@@ -11,7 +13,6 @@ from . import (
     routing_pool,
 )
 from ._base import CapsuleNet, CapsuleOutput
-from ._pretrained import HUB_ORG, WeightsError, WeightsInfo
 
 __all__ = [
     "CapsuleNet",

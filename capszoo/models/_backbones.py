@@ -17,15 +17,14 @@ from timm.models import (
 )
 from torch import Tensor, nn
 
-from capszoo._modes import evaluating
-from capszoo._suggest import unknown_name
-from capszoo.layers._windows import split_axis
+from capszoo.errors import unknown_name
+from capszoo.layers._layout import split_axis
+from capszoo.models._inspect import evaluating
 
-from ._builder import stranger_cfg
-from ._metadata import ModelConfig, fitting
-from ._pretrained import (
+from .._pretrained.checks import ModelConfig
+from .._pretrained.demand import fitting
+from .._pretrained.files import (
     HUB_FILENAME,
-    WeightsError,
     download_weights,
     hub_config,
     load_safetensors,
@@ -33,6 +32,8 @@ from ._pretrained import (
     local_weights,
     named_weights,
 )
+from ..errors import WeightsError
+from ._builder import stranger_cfg
 
 __all__ = ["BackboneFeatures", "backbone_args", "create_backbone", "described_backbone", "first_convolution"]
 

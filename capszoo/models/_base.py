@@ -32,7 +32,7 @@ from timm.models import checkpoint_seq
 from timm.models._features import feature_take_indices
 from torch import Tensor
 
-from capszoo._own_facts import for_new_classes, own_facts, set_own_facts
+from capszoo._pretrained.facts import for_new_classes, own_facts, set_own_facts
 
 from ._blocks import Decoder
 

@@ -5,7 +5,7 @@ Sources: He et al. 2016 (basic block, CIFAR ResNet with parameter-free shortcuts
 """
 
 from collections import OrderedDict
-from typing import List, Optional, Tuple
+from typing import Optional, Tuple
 
 import torch
 import torch.nn as nn
@@ -18,8 +18,6 @@ __all__ = [
     "Decoder",
     "check_caps_dim",
     "cifar_resnet_stages",
-    "freeze_batch_statistics",
-    "frozen_modules",
     "idpa_backbone_stages",
     "init_conv_weights",
     "score_parts",
@@ -177,22 +175,6 @@ def score_parts(pooled: Tensor, classifier: nn.Module, caps_dim: int) -> Tensor:
     scores = classifier(torch.cat([alone, pooled.new_zeros(1, width)]))  # [b*groups + 1, n]
     parts = scores[:-1] - scores[-1:]
     return parts.reshape(batch, groups, parts.shape[1]).transpose(1, 2)
-
-
-def frozen_modules(net: nn.Module) -> List[nn.Module]:
-    """The modules that have parameters, none of which requires a gradient."""
-    found = []
-    for module in net.modules():
-        parameters = list(module.parameters())
-        if parameters and not any(parameter.requires_grad for parameter in parameters):
-            found.append(module)
-    return found
-
-
-def freeze_batch_statistics(net: nn.Module) -> None:
-    """Set frozen modules to eval mode, so that the statistics of their norms do not change."""
-    for module in frozen_modules(net):
-        module.eval()
 
 
 class Decoder(nn.Module):

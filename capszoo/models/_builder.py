@@ -19,16 +19,14 @@ from timm.models._builder import resolve_pretrained_cfg
 from timm.models._pretrained import DefaultCfg, PretrainedCfg
 from torch import nn
 
-from capszoo._catalogue import without_weights
-from capszoo._metadata import WeightsInfo, default_weights
-from capszoo._own_facts import for_new_classes, own_facts, set_own_facts
-from capszoo._suggest import unknown_name
-from capszoo.errors import UnknownArgument, WeightsError
+from capszoo._pretrained.catalogue import without_weights
+from capszoo._pretrained.facts import for_new_classes, own_facts, set_own_facts
+from capszoo._pretrained.info import WeightsInfo, default_weights
+from capszoo.errors import UnknownArgument, WeightsError, unknown_name
 
-from ._base import to_2tuple
-from ._metadata import ModelConfig, check_demand, described
-from ._pretrained import (
-    adapt_state_dict,
+from .._pretrained.checks import ModelConfig, described
+from .._pretrained.demand import check_demand
+from .._pretrained.files import (
     download_weights,
     hub_config,
     load_safetensors,
@@ -36,6 +34,8 @@ from ._pretrained import (
     local_weights,
     named_weights,
 )
+from ._adapt import adapt_state_dict
+from ._base import to_2tuple
 
 __all__ = [
     "CIFAR10",
@@ -156,7 +156,7 @@ def _without_own_keys(
 ) -> tuple[Any, dict[str, Any], dict[str, Any] | None]:
     """A configuration and its overlay for timm, without the zoo's keys, for which timm has no field; and those keys.
 
-    A model's ``pretrained_cfg`` has them (`capszoo._own_facts`), and so has the ``config.json`` that timm's
+    A model's ``pretrained_cfg`` has them (`capszoo._pretrained.facts`), and so has the ``config.json`` that timm's
     ``save_for_hf`` writes.
     """
     overlay = dict(overlay or {})

@@ -25,11 +25,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from capszoo._modes import evaluating
-from capszoo._suggest import unknown_name
-from capszoo.layers._ranges import non_negative
+from capszoo._pretrained.facts import model_input_size
+from capszoo.errors import unknown_name
+from capszoo.layers._modules import non_negative
 from capszoo.layers.sinkhorn import SinkhornUnit
-from capszoo.preprocess import model_input_size
+from capszoo.models._inspect import evaluating
 
 __all__ = ["FeedbackAgreement", "encapnet_feedback"]
 

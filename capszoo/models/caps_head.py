@@ -20,9 +20,8 @@ from timm.models import register_model
 from timm.models._manipulate import group_parameters
 from torch import Tensor
 
-from capszoo._own_facts import own_facts, set_own_facts
+from capszoo._pretrained.facts import model_input_size, own_facts, set_own_facts
 from capszoo.errors import UsageError
-from capszoo.preprocess import model_input_size
 
 from ._backbones import (
     BackboneFeatures,
@@ -34,9 +33,10 @@ from ._backbones import (
     first_convolution,
 )
 from ._base import CapsuleNet, CapsuleOutput, CouplingLayout, Votes, feature_levels
-from ._blocks import cifar_resnet_stages, freeze_batch_statistics, init_conv_weights
+from ._blocks import cifar_resnet_stages, init_conv_weights
 from ._builder import build_capsule_model, is_registered, model_cfg, zoo_cfgs
 from ._heads import HEADS, CapsuleHead, head_arguments, unknown_routing
+from ._inspect import freeze_batch_statistics
 
 __all__ = ["BackboneNet", "HeadNet", "PlainHeadResNet", "RoutedResNet", "SelfRoutingResNet", "attach_head"]
 

@@ -36,7 +36,7 @@ from capszoo.layers import (
     capsule_lengths,
     capsules_from_map,
 )
-from capszoo.layers._windows import out_size, split_axis
+from capszoo.layers._layout import out_size, split_axis
 
 from ._base import CapsuleNet, CapsuleOutput, CouplingLayout, Votes, feature_levels
 from ._blocks import ConvBnAct, idpa_backbone_stages, init_conv_weights

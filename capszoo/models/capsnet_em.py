@@ -34,7 +34,7 @@ from timm.models import register_model
 from torch import Tensor
 
 from capszoo.layers import ClassEM, ConvEM, SharedEM
-from capszoo.layers._windows import out_size, split_axis
+from capszoo.layers._layout import out_size, split_axis
 
 from ._base import CapsuleNet, CapsuleOutput, CouplingLayout, Votes, feature_levels
 from ._blocks import ConvBnAct, idpa_backbone_stages, init_conv_weights

@@ -28,7 +28,7 @@ from timm.models import register_model
 from torch import Tensor
 
 from capszoo.layers import FCIDPA, CapsuleNorm, ConvIDPA, IDPAStack
-from capszoo.layers._windows import split_axis
+from capszoo.layers._layout import split_axis
 
 from ._base import CapsuleNet, CapsuleOutput, CouplingLayout, Votes, feature_levels
 from ._blocks import idpa_backbone_stages, init_conv_weights

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from capszoo._lazy import resolver
+from capszoo._utils.importing import resolver
 
 if TYPE_CHECKING:
     from ..options import FORMATS

@@ -11,12 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from capszoo._catalogue import architectures, checkpoints, exported_file, is_path
-from capszoo._npz import read_npz
-from capszoo.errors import CapszooError, UsageError, first_line
-from capszoo.exported import OnnxModel
-from capszoo.inference import label_lines, load_model
-from capszoo.models._pretrained import WeightsError, sha256_of
+from capszoo._pretrained.catalogue import architectures, checkpoints, exported_file, is_path
+from capszoo._pretrained.exported import OnnxModel
+from capszoo._pretrained.facts import label_lines
+from capszoo._pretrained.files import sha256_of
+from capszoo._utils.files import read_npz
+from capszoo.errors import CapszooError, UsageError, WeightsError, first_line
+from capszoo.inference import load_model
 from capszoo.preprocess import load_image, model_input_size
 
 from .. import compare, to_aoti, to_tensorrt

@@ -11,13 +11,10 @@ from typing import Any
 import torch
 import torch.nn as nn
 
+from capszoo._pretrained.files import load_safetensors
+from capszoo._pretrained.info import WeightsInfo
 from capszoo.checkpoint import checkpoint_of
-from capszoo.errors import CapszooError, first_line
-from capszoo.models._pretrained import (
-    WeightsError,
-    WeightsInfo,
-    load_safetensors,
-)
+from capszoo.errors import CapszooError, WeightsError, first_line
 from capszoo.preprocess import ImageTransform
 from capszoo.scores import score_kind
 from capszoo.summary import iteration_attributes

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from capszoo._checks import MAX_CHANNELS, MAX_INPUT_PIXELS
+from capszoo._pretrained.checks import MAX_CHANNELS, MAX_INPUT_PIXELS
 from capszoo.errors import CapszooError
 
 __all__ = ["SCHEMA", "check_manifest"]

@@ -20,11 +20,12 @@ from typing import Any
 import numpy as np
 import torch.nn as nn
 
-import capszoo
-from capszoo._files import replace_folder
+from capszoo._pretrained.facts import label_lines
+from capszoo._pretrained.files import sha256_of
+from capszoo._utils.files import replace_folder
+from capszoo._version import __version__
 from capszoo.errors import CapszooError, UsageError
-from capszoo.inference import label_lines, label_names
-from capszoo.models._pretrained import sha256_of
+from capszoo.inference import label_names
 from capszoo.preprocess import model_input_size, model_transform
 
 from .. import compare, to_aoti, to_onnx, to_tensorrt
@@ -135,7 +136,7 @@ def _describe_export(report: ExportReport, spec: dict[str, Any]) -> dict[str, An
     return {
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "exported_with": {
-            "capszoo": capszoo.__version__,
+            "capszoo": __version__,
             "python": platform.python_version(),
             **report.versions,
         },

@@ -13,11 +13,12 @@ import torch.nn as nn
 from PIL import Image
 from torch import Tensor
 
+from capszoo._pretrained.facts import class_positions
 from capszoo.data import PREFIXES, ImageSet, check_name, load_dataset
 from capszoo.data.readers import MODES
 from capszoo.data.specs import RESIZED, is_data_set
 from capszoo.errors import CapszooError
-from capszoo.inference import class_positions, label_names
+from capszoo.inference import label_names
 from capszoo.preprocess import find_images, load_image, model_framing, model_input_size, model_transform
 
 __all__ = ["CALIBRATION_IMAGES", "VERIFY_IMAGES", "RealImages", "load_images", "open_images", "transformed"]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from capszoo._modes import evaluating
+from capszoo.models._inspect import evaluating
 
 __all__ = ["available_memory", "fitting_images", "memory_per_image"]
 

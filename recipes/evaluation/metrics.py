@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from capszoo._modes import evaluating
 from capszoo.data import Batches
 from capszoo.errors import CapszooError
+from capszoo.models._inspect import evaluating
 
 from .target import EvalTarget
 

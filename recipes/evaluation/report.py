@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -11,16 +10,13 @@ from typing import Any
 
 import torch
 
-from capszoo.errors import CapszooError
 from capszoo.explain.convergence import IterationChanges, iteration_changes
 from capszoo.explain.routing_stats import DEAD, RoutingStats, routing_stats
 
-from ..training.checkpoints import write_atomically
 from .calibration import CalibrationResult, calibrate, check_calibration
 from .corruptions import CorruptionResult, corruption_set, corruptions, mean_accuracy
 from .iterations import IterationAccuracy, accuracy_by_iterations, check_iterations
 from .metrics import EvalResult, assess, stated_top1
-from .report_plots import draw_report
 from .robustness import (
     STEPS,
     AffnistResult,
@@ -33,7 +29,7 @@ from .robustness import (
 )
 from .target import EvalTarget, in_float32
 
-__all__ = ["Report", "measure", "rounded", "write"]
+__all__ = ["Report", "measure", "rounded"]
 
 ITERATION_IMAGES = 100
 """Images on which each iteration of routing is measured, the first ones: each iteration takes a forward pass."""
@@ -217,16 +213,3 @@ def _routing(
     few = target.on(target.images.fixed().subset(torch.arange(min(ITERATION_IMAGES, target.n))))
     changes = iteration_changes(target.net, (b.images for b in few.batches(size)))
     return replace(stats, never_predicted=never), changes
-
-
-def write(report: Report, folder: Path, kind: str = "png") -> list[Path]:
-    """Write eval.json, the pictures (png, pdf or svg) and their data (csv) to a folder, which need not exist."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        document = json.dumps(report.to_dict(), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
-        write_atomically(folder / "eval.json", document)
-    except OSError as error:
-        raise CapszooError(
-            f"{folder}: cannot be written ({error.strerror})", "choose another folder"
-        ) from None
-    return [folder / "eval.json", *draw_report(report, folder, kind)]

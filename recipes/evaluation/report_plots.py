@@ -5,10 +5,11 @@ Beside each picture, a ``.csv`` file of the same name has its data.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -18,14 +19,13 @@ from capszoo.explain.plotting import new_figure, save, write_numbers
 from capszoo.explain.routing_stats import RoutingStats
 from capszoo.metadata import first_complaint
 
+from ..training.checkpoints import write_atomically
 from .calibration import CalibrationResult
 from .corruptions import CorruptionResult
 from .metrics import EvalResult
+from .report import Report
 
-if TYPE_CHECKING:
-    from .report import Report
-
-__all__ = ["agreement_panel", "draw_confusion", "draw_report", "draw_robustness", "interval"]
+__all__ = ["agreement_panel", "draw_confusion", "draw_report", "draw_robustness", "interval", "write"]
 
 
 Percent = Annotated[float, Field(ge=0, le=100)]
@@ -375,3 +375,16 @@ def _draw_iterations(axes: Any, layers: tuple[IterationChanges, ...]) -> None:
     axes.plot([], [], "o", color="grey", markerfacecolor="white", label="further iterations")
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
+
+
+def write(report: Report, folder: Path, kind: str = "png") -> list[Path]:
+    """Write eval.json, the pictures (png, pdf or svg) and their data (csv) to a folder, which need not exist."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        document = json.dumps(report.to_dict(), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+        write_atomically(folder / "eval.json", document)
+    except OSError as error:
+        raise CapszooError(
+            f"{folder}: cannot be written ({error.strerror})", "choose another folder"
+        ) from None
+    return [folder / "eval.json", *draw_report(report, folder, kind)]

@@ -13,12 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import capszoo
-from capszoo._api import resolve_device
-from capszoo._files import expanded
-from capszoo._memory import keep_freed_memory
-from capszoo._own_facts import own_facts
-from capszoo._suggest import spelling_difference
+from capszoo._pretrained.facts import class_positions, own_facts
+from capszoo._pretrained.info import WeightsInfo
+from capszoo._utils.devices import resolve_device
+from capszoo._utils.files import expanded
+from capszoo._utils.process import keep_freed_memory
 from capszoo.checkpoint import resolve
 from capszoo.data import (
     PREFIXES,
@@ -37,10 +36,9 @@ from capszoo.data.folders import find_splits, holds_classes
 from capszoo.data.readers import MODES
 from capszoo.data.roots import given_root
 from capszoo.data.specs import RESIZED, Side, both_sides, folder_name, table_name
-from capszoo.errors import CapszooError, UsageError
-from capszoo.inference import class_positions
+from capszoo.errors import CapszooError, UsageError, spelling_difference
 from capszoo.metadata import DataRecord, RecipeRecord
-from capszoo.models._pretrained import WeightsInfo
+from capszoo.models._factory import create_model, list_models
 from capszoo.preprocess import model_framing, model_input_size, per_channel
 from capszoo.scores import kind_for, score_kind
 
@@ -117,9 +115,9 @@ def create_for(
     `create` is called with only the arguments; None creates the architecture with random weights.
     """
     args: dict[str, Any] = {"num_classes": num_classes, "in_chans": input_size[0]}
-    if architecture in capszoo.list_models():
+    if architecture in list_models():
         args["img_size"] = input_size[1:]
-    create = create or partial(capszoo.create_model, architecture)
+    create = create or partial(create_model, architecture)
     return create(**{**args, **model_args})
 
 

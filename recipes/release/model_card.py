@@ -15,10 +15,10 @@ import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from timm.models import get_pretrained_cfg
 
-from capszoo._metadata import other_names
-from capszoo._paper_links import PAPER_LINKS, paper_address, paper_label
+from capszoo._pretrained.catalogue import PAPER_LINKS, paper_address, paper_label
+from capszoo._pretrained.files import HUB_FILENAME, METADATA_FILENAME, bundled_tags
+from capszoo._pretrained.info import WeightsInfo, other_names
 from capszoo.models._papers import PAPERS
-from capszoo.models._pretrained import HUB_FILENAME, METADATA_FILENAME, WeightsInfo, bundled_tags
 from capszoo.scores import SCORE_KINDS
 
 from ..evaluation.metrics import recall_line

@@ -13,9 +13,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from capszoo._pretrained.info import WeightsInfo
 from capszoo.data import DATASETS
 from capszoo.models._papers import PAPERS, PaperFigure
-from capszoo.models._pretrained import WeightsInfo
 
 from ..config import CONFIGS, MACHINE_KEYS, NEUTRAL_KEYS, list_recipes, load_recipe
 from .public import public, public_start

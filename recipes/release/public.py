@@ -9,7 +9,7 @@ from typing import Any
 
 from timm.models import is_model
 
-from capszoo._catalogue import architectures, checkpoints
+from capszoo._pretrained.catalogue import architectures, checkpoints
 from capszoo.data.specs import DATASETS, PREFIXES
 
 from ..config import BACKBONE

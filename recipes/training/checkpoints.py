@@ -27,7 +27,7 @@ from safetensors.torch import load_file
 from safetensors.torch import save as to_safetensors
 from torch import Tensor
 
-from capszoo.models._pretrained import sha256_of
+from capszoo._pretrained.files import sha256_of
 
 __all__ = [
     "Checkpoint",

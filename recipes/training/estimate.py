@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from capszoo._memory import keep_freed_memory
+from capszoo._utils.process import keep_freed_memory
 from capszoo.data import DataError, DatasetSpec, dataset_spec
 from capszoo.data.specs import both_sides
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from capszoo._pretrained.files import sha256_of
 from capszoo.data import Batches, DatasetSpec, ImageSet
-from capszoo.models._pretrained import sha256_of
 
 from ..evaluate import evaluate
 from ..evaluation.metrics import recall_line

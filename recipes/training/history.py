@@ -11,9 +11,9 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from capszoo._pretrained.files import named_weights
 from capszoo.errors import CapszooError
 from capszoo.metadata import first_complaint
-from capszoo.models._pretrained import named_weights
 
 from ..yaml_tree import YamlError, read_yaml
 from .checkpoints import checkpoint_folders, step_of

@@ -22,7 +22,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from capszoo._verbosity import is_quiet
+from capszoo._utils.process import is_quiet
 from capszoo.errors import install_hint
 
 from ..evaluation.plots import draw_curves

@@ -22,8 +22,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from capszoo._files import not_writable
-from capszoo._verbosity import is_quiet
+from capszoo._utils.files import not_writable
+from capszoo._utils.process import is_quiet
 from capszoo.data.folders.common import usable_cores
 
 from ..config import Recipe, RecipeError, load_recipe

@@ -17,9 +17,9 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from rich.console import Console
 
-from capszoo._verbosity import is_quiet
+from capszoo._pretrained.files import bundled_tags
+from capszoo._utils.process import is_quiet
 from capszoo.data.folders.common import usable_cores
-from capszoo.models._pretrained import bundled_tags
 
 from ..config import CONFIGS, RecipeError, load_recipe
 from ..weights import finished_metadata

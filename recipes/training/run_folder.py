@@ -24,9 +24,9 @@ import torch
 import yaml
 from torch import nn
 
-import capszoo
-from capszoo._files import expanded, not_writable
-from capszoo._metadata import run_weights
+from capszoo._pretrained.info import run_weights
+from capszoo._utils.files import expanded, not_writable
+from capszoo._version import __version__
 from capszoo.errors import CapszooError
 
 from ..config import DERIVED_KEYS, MACHINE_KEYS, NEUTRAL_KEYS, Recipe
@@ -347,5 +347,6 @@ def versions() -> dict[str, str]:
     import accelerate
 
     python = ".".join(map(str, sys.version_info[:3]))
-    modules = {"torch": torch, "timm": timm, "accelerate": accelerate, "capszoo": capszoo}
-    return {"python": python, **{name: module.__version__ for name, module in modules.items()}}
+    modules = {"torch": torch, "timm": timm, "accelerate": accelerate}
+    versions = {name: module.__version__ for name, module in modules.items()}
+    return {"python": python, **versions, "capszoo": __version__}

@@ -17,8 +17,6 @@ from timm.scheduler.scheduler import Scheduler
 from timm.scheduler.step_lr import StepLRScheduler
 from torch import nn
 
-import capszoo
-from capszoo._suggest import unknown_name
 from capszoo.checkpoint import resolve
 from capszoo.data import (
     DATASETS,
@@ -33,10 +31,10 @@ from capszoo.data import (
 from capszoo.data.folders import find_splits
 from capszoo.data.specs import Side
 from capszoo.data.summary import SetSummary, summarise
-from capszoo.errors import CapszooError
+from capszoo.errors import CapszooError, WeightsError, unknown_name
 from capszoo.images import MUCH_CROPPED, Framing
+from capszoo.models import CapsuleNet
 from capszoo.models._feedback import FeedbackAgreement, encapnet_feedback
-from capszoo.models._pretrained import WeightsError
 
 from ..config import BACKBONE, DATA_ARGS, DataConfig, Recipe, RecipeError
 from ..evaluation.target import create_for
@@ -290,7 +288,7 @@ def _freeze(recipe: Recipe, net: Any, parts: tuple[str, ...]) -> None:
     and a decoder for new classes.
     """
     modules = dict(net.named_modules())
-    body = getattr(net, "stages", None) if isinstance(net, capszoo.CapsuleNet) else net
+    body = getattr(net, "stages", None) if isinstance(net, CapsuleNet) else net
     on_backbone = recipe.init is not None and recipe.init.weights.startswith(BACKBONE)
     modules |= {"body": body, "all": body if on_backbone else net}
     modules.pop("", None)  # the net itself

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from capszoo.data import DatasetSpec, ImageSet, StreamedSet
 from capszoo.data.specs import Side, both_sides
-from capszoo.models._blocks import frozen_modules
+from capszoo.models._inspect import frozen_modules
 
 from ..config import Recipe, RecipeError
 from .setup import RunData

@@ -12,7 +12,7 @@ from timm.scheduler.scheduler import Scheduler
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 
-from capszoo._files import not_writable
+from capszoo._utils.files import not_writable
 from capszoo.data import Batches
 from capszoo.models._feedback import FeedbackAgreement
 

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from capszoo._files import not_writable, replace_folder
-from capszoo.models._pretrained import WeightsError
+from capszoo._utils.files import not_writable, replace_folder
+from capszoo.errors import WeightsError
 
 from ..config import Recipe
 from ..weights import SUFFIXES, finished_run

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from capszoo._devices import inductor_options
+from capszoo._utils.devices import inductor_options
 from capszoo.data import Batch
 from capszoo.losses import create_loss, reconstruction_loss
 from capszoo.models._feedback import FeedbackAgreement

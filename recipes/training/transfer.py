@@ -23,9 +23,9 @@ from safetensors.torch import load_file
 from safetensors.torch import save as to_safetensors
 from torch import Tensor
 
-from capszoo._files import not_writable
+from capszoo._pretrained.files import sha256_of
+from capszoo._utils.files import not_writable
 from capszoo.errors import first_line
-from capszoo.models._pretrained import sha256_of
 
 from .checkpoints import Checkpoint, check_position, latest_checkpoint, save_checkpoint, write_atomically
 from .distributed import TrainingError

@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 import capszoo
+from capszoo._pretrained.files import bundled_tags
+from capszoo._pretrained.info import WeightsInfo
 from capszoo.errors import NoCapsules
 from capszoo.models import MODULES
-from capszoo.models._pretrained import WeightsInfo, bundled_tags
 from capszoo.preprocess import model_input_size
 from capszoo.recipes.release.model_card import paper_link
 from capszoo.recipes.release.paper_results import counted, protocol_lines, seeds_note

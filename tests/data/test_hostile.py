@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from capszoo._npz import read_npz
+from capszoo._utils.files import read_npz
 from capszoo.data import DataError, load_dataset, readers
 from capszoo.data.readers import image_below, parquet_label_names, read_idx, read_parquet, read_svhn_mat
 from capszoo.errors import CapszooError

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 pytest.importorskip("onnxruntime")
 
-from capszoo._catalogue import checkpoints
+from capszoo._pretrained.catalogue import checkpoints
 from capszoo.cli import app
 from capszoo.errors import CapszooError, UsageError
 from capszoo.export import cached

@@ -28,9 +28,9 @@ from PIL import Image
 from safetensors.torch import save
 
 import capszoo
-from capszoo._catalogue import checkpoint_row
-from capszoo._metadata import WeightsInfo
-from capszoo._npz import read_npz
+from capszoo._pretrained.catalogue import checkpoint_row
+from capszoo._pretrained.info import WeightsInfo
+from capszoo._utils.files import read_npz
 from capszoo.cli import zoo
 from capszoo.cli.common import MAX_MESSAGE, printable
 from capszoo.cli.group import _one_line

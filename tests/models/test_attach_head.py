@@ -17,7 +17,7 @@ from timm.models._manipulate import group_parameters
 from torch import nn
 
 import capszoo
-from capszoo._catalogue import HEAD_ROUTINGS
+from capszoo._utils.choices import HEAD_ROUTINGS
 from capszoo.models._backbones import BackboneFeatures, Unused, create_backbone, feature_levels_of
 from capszoo.models._heads import HEADS
 from capszoo.preprocess import model_transform

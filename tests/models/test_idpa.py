@@ -10,7 +10,7 @@ from torch import Tensor
 
 import capszoo
 from capszoo.layers import FCIDPA, ConvIDPA
-from capszoo.models._pretrained import adapt_state_dict
+from capszoo.models._adapt import adapt_state_dict
 from capszoo.models.idpa import IdpaNet
 from tests.layers.test_idpa import assert_same, describe, shaken
 from tests.reference import idpa as naive

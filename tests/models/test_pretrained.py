@@ -16,20 +16,17 @@ from timm.models import register_model
 from torch import Tensor, nn
 
 import capszoo
-from capszoo import _catalogue
-from capszoo._metadata import ALIASES, other_names, with_aliases
+from capszoo._pretrained import catalogue as _catalogue
+from capszoo._pretrained import files as _pretrained
+from capszoo._pretrained.files import locate_weights, sha256_of
+from capszoo._pretrained.info import ALIASES, WeightsInfo, other_names, with_aliases
+from capszoo.errors import WeightsError
 from capszoo.export.bundle.manifest import weights_of
-from capszoo.models import _builder, _pretrained
+from capszoo.models import _builder
+from capszoo.models._adapt import _fit_input_channels
 from capszoo.models._base import CapsuleNet
 from capszoo.models._blocks import ConvBnAct, Decoder
 from capszoo.models._builder import UnknownArgument, build_capsule_model, zoo_cfgs
-from capszoo.models._pretrained import (
-    WeightsError,
-    WeightsInfo,
-    _fit_input_channels,
-    locate_weights,
-    sha256_of,
-)
 
 
 class _Toy(CapsuleNet):

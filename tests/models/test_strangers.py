@@ -17,11 +17,13 @@ import torch
 from safetensors.torch import save, save_file
 
 import capszoo
-from capszoo._catalogue import checkpoint_row, weights_entry
+from capszoo._pretrained import files as _pretrained
+from capszoo._pretrained.catalogue import checkpoint_row, weights_entry
+from capszoo._pretrained.checks import ModelConfig, described
+from capszoo._pretrained.files import load_safetensors
+from capszoo._pretrained.info import WeightsInfo
+from capszoo.errors import WeightsError
 from capszoo.inference import load_model
-from capszoo.models import _pretrained
-from capszoo.models._metadata import ModelConfig, described
-from capszoo.models._pretrained import WeightsError, WeightsInfo, load_safetensors
 from capszoo.scores import score_kind
 from capszoo.summary import summarise
 

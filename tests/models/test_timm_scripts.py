@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 import capszoo
-from capszoo._own_facts import own_facts, set_own_facts
+from capszoo._pretrained.facts import own_facts, set_own_facts
 from capszoo.errors import UnknownArgument, WeightsError
 
 resolved = getattr(timm.models, "resolve_model_input_args", None)
@@ -56,7 +56,7 @@ def test_a_bare_name_has_its_default_weights() -> None:
 def test_a_saved_model_is_read(architecture: str, tmp_path: Path) -> None:
     """timm's own architectures are read by a timm that has never heard of us."""
     if architecture == "test_resnet":
-        from capszoo.models._pretrained import sha256_of
+        from capszoo._pretrained.files import sha256_of
 
         net = timm.create_model(architecture, num_classes=3)
         file = tmp_path / f"{architecture}.own.safetensors"

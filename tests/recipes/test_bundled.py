@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import capszoo
+from capszoo._pretrained.files import bundled_tags
 from capszoo.data import DataError, dataset_spec, load_dataset, normalize
-from capszoo.models._pretrained import bundled_tags
 from capszoo.recipes.evaluate import evaluate, main
 from capszoo.recipes.weights import golden_file
 from tests.support import PACKED, is_packed, packed

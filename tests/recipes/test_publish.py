@@ -19,7 +19,7 @@ from PIL import Image
 from safetensors.torch import load_file, save
 
 import capszoo
-from capszoo import _hub
+from capszoo._utils import hub as _hub
 from capszoo.data import dataset_spec
 from capszoo.recipes import publish as module
 from capszoo.recipes.config import load_recipe
@@ -175,7 +175,7 @@ def test_there_and_back(hub: Hub, client: Client, run: Path, home: Path, root: P
             same(offline.python(scores("me/pets", library)))
         done = offline.capszoo("predict", "hf-hub:me/never-seen", picture)
         assert done.code == 1 and "me/never-seen" in done.error
-        code = "from capszoo.models._pretrained import *; download_weights('me/never-seen', local_name='x.safetensors')"
+        code = "from capszoo._pretrained.files import *; download_weights('me/never-seen', local_name='x.safetensors')"
         done = offline.python(code)
         assert "no weights of me/never-seen on this machine" in done.error and "weights" in done.error
         assert "http://127.0.0.1:9/me/never-seen" in done.error, "the mirror that HF_ENDPOINT names"
@@ -299,7 +299,7 @@ def test_a_checkpoint_of_the_zoo_by_its_tag(hub: Hub, client: Client) -> None:
 
 @pytest.mark.parametrize("stated", ["", "soon", "0", "-1", "nan", "inf"])
 def test_a_time_limit_that_is_none(stated: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from capszoo._hub import limit_hub_waits
+    from capszoo._utils.hub import limit_hub_waits
 
     monkeypatch.setenv("CAPSZOO_HUB_TIMEOUT", stated)
     with pytest.raises(capszoo.errors.UsageError, match="CAPSZOO_HUB_TIMEOUT is '"):

@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file
 
 import capszoo
+from capszoo._pretrained.files import checked_pair
 from capszoo.data import DATASETS
-from capszoo.models._pretrained import checked_pair
 from capszoo.recipes.config import load_recipe
 from capszoo.recipes.train import train
 from capszoo.recipes.training.checkpoints import latest_checkpoint

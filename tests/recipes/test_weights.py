@@ -16,10 +16,11 @@ from safetensors.torch import load_file
 from torch import nn
 
 import capszoo
+from capszoo._pretrained import files as _pretrained
+from capszoo._pretrained.files import bundled_tags
 from capszoo.checkpoint import model_from_file
 from capszoo.data import ImageSet, dataset_spec
-from capszoo.models import _pretrained
-from capszoo.models._pretrained import WeightsError, bundled_tags
+from capszoo.errors import WeightsError
 from capszoo.recipes import weights as module
 from capszoo.recipes.config import load_recipe
 from capszoo.recipes.evaluate import evaluate

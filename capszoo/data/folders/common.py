@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..._files import expanded
-from ..._suggest import spelling_difference
+from ..._utils.files import expanded
+from ...errors import spelling_difference
 from ...images import Framing, cropped_share
 from ..errors import DataError
 from ..readers import MAX_LABEL, look_at_set

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from capszoo._files import cache_folder, expanded, writable_cache
+from capszoo._utils.files import cache_folder, expanded, writable_cache
 from capszoo.errors import CapszooError, first_line, install_hint
 
 from ...images import Framing
@@ -78,7 +78,7 @@ def fetch_repository(repository: str, folder: str | Path) -> Path:
     """Download a data set's repository from the Hub to `folder`/OWNER/NAME, except files that already exist."""
     from huggingface_hub import snapshot_download
 
-    from capszoo._hub import limit_hub_waits
+    from capszoo._utils.hub import limit_hub_waits
 
     limit_hub_waits()
     target = expanded(folder) / repository

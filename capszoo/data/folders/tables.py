@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from capszoo._files import expanded
+from capszoo._utils.files import expanded
 from capszoo.errors import CapszooError
 from capszoo.images import IMAGE_SUFFIXES, Framing, files_below, is_visible_image
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._autograd import differentiable_once, refuse_batched_gradient
-from .._plain import is_plain
+from .._modules import is_plain
 from ..engine import Call, Engine, Routed
 from ..squash import squared_lengths, squash_factor, squash_gradient
 from ..tuning import TUNING

@@ -9,9 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._forward_methods import ForwardMethods, forward_method
-from .._plain import is_plain
-from .._ranges import at_least
-from .._windows import split_axis
+from .._layout import split_axis
+from .._modules import at_least, is_plain
 from ..engine import Reference, Routed, RoutingLayer
 from .convolutions import CapGroupConv2d, CoefficientConv2d, XavierConv2d
 from .engines import OneConvolution, Recompute, RecomputeBranches

@@ -9,8 +9,8 @@ from typing import Optional
 import torch
 from torch import Tensor, nn
 
-from .._ranges import at_least
-from .._windows import split_axis
+from .._layout import split_axis
+from .._modules import at_least
 from ..squash import squash
 
 __all__ = [

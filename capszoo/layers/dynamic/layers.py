@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from .._forward_methods import ForwardMethods, forward_method
+from .._layout import windows
+from .._modules import at_least, positive, reset_start
 from .._precision import upcast_half
-from .._ranges import at_least, positive
-from .._start import reset_start
-from .._windows import windows
 from ..engine import Engine, Reference, Routed, RoutingLayer
 from ..squash import squash
 from .engines import Blocked, Float32, Native, SharedFloat32

@@ -5,9 +5,9 @@ from typing import ClassVar, List
 import torch
 from torch import Tensor, nn
 
+from .._layout import block_diagonal
+from .._modules import at_least, finite, non_negative, positive
 from .._precision import upcast_half
-from .._ranges import at_least, finite, non_negative, positive
-from .._transforms import block_diagonal
 from ..engine import Routed, RoutingLayer
 from .steps import Settings, check_iterations
 

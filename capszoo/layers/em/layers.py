@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from .._forward_methods import forward_method
+from .._layout import out_size, windows
+from .._modules import at_least, finite
 from .._precision import finite_cast, upcast_half
-from .._ranges import at_least, finite
-from .._windows import out_size, windows
 from ..engine import Engine, Reference, Routed
 from .base import EMLayer, MatrixEM
 from .engines import Blocked, Chunked, Frozen, Native, SharedBlocked

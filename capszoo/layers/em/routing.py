@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._windows import split_axis
+from .._layout import split_axis
 from .steps import (
     EPS,
     LAM_START,

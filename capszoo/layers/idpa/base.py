@@ -7,9 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from .._forward_methods import forward_method
+from .._modules import at_least, positive, reset_start
 from .._precision import upcast_half
-from .._ranges import at_least, positive
-from .._start import reset_start
 from ..engine import Engine, Reference, Routed, RoutingLayer
 from .engines import Blocked, Fused, Native
 from .routing import agreement_of, couplings_of, weighted_sum

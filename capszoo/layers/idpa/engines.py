@@ -5,6 +5,8 @@ from typing import Any, Dict, List, Optional, Tuple
 import torch
 from torch import Tensor, nn
 
+from .._layout import block_diagonal
+from .._modules import is_plain
 from .._native import does_not_build, not_native, too_few_votes
 from .._native.ops import (
     MAX_TRANSFORM,
@@ -14,9 +16,7 @@ from .._native.ops import (
     routing_pass,
     weight_in_lanes,
 )
-from .._plain import is_plain
 from .._precision import wide_type
-from .._transforms import block_diagonal
 from .._triton import not_fused
 from .._triton.ops import fused_norm, fused_pass
 from ..engine import Call, Engine, Routed, other_type

@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._forward_methods import forward_method
-from .._ranges import at_least, positive
-from .._windows import out_size, split_axis, windows
+from .._layout import out_size, split_axis, windows
+from .._modules import at_least, positive
 from ..engine import Reference
 from .base import IDPALayer
 from .engines import Blocked, Chunked, Fused, Masked, Native

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from .._forward_methods import ForwardMethods, forward_method
+from .._modules import at_least
 from .._precision import upcast_half
-from .._ranges import at_least
 from .layers import FCIDPA, ConvIDPA
 
 torch.fx.wrap("upcast_half")

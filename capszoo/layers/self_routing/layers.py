@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from .._forward_methods import ForwardMethods, forward_method
-from .._ranges import at_least
-from .._windows import out_size, windows
+from .._layout import out_size, windows
+from .._modules import at_least
 from ..engine import Engine, Reference, Routed, RoutingLayer
 from .engines import VoteFree
 from .routing import self_routing

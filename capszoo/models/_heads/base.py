@@ -8,9 +8,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from capszoo._suggest import unknown_name
+from capszoo.errors import unknown_name
 from capszoo.layers._forward_methods import ForwardMethods, forward_method
-from capszoo.layers._ranges import at_least
+from capszoo.layers._modules import at_least
 
 from ...errors import NoCapsules
 from .._base import NO_NAMES, CouplingLayout, Votes

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from capszoo.layers import capsules_from_map
-from capszoo.layers._ranges import at_least
+from capszoo.layers._modules import at_least
 
 from .._base import CouplingLayout
 from .base import CapsuleHead, ConvNorm, HeadOutput

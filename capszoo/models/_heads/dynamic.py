@@ -8,8 +8,8 @@ from torch import Tensor
 
 from capszoo.layers import ConvDynamicRouting, DynamicRouting, Squash, capsule_lengths
 from capszoo.layers._forward_methods import forward_method
+from capszoo.layers._modules import at_least
 from capszoo.layers._precision import upcast_half
-from capszoo.layers._ranges import at_least
 
 from .._base import Votes
 from .base import ConvNorm, HeadOutput, log_probabilities, register_head

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from capszoo.layers import RoutingPool2d
 from capszoo.layers._forward_methods import forward_method
-from capszoo.layers._ranges import at_least
+from capszoo.layers._modules import at_least
 
 from .._base import CouplingLayout, Votes
 from .._blocks import check_caps_dim, score_parts

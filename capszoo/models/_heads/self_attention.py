@@ -5,7 +5,7 @@ from typing import Tuple
 import torch.nn as nn
 
 from capszoo.layers import SelfAttentionRouting, Squash
-from capszoo.layers._ranges import at_least
+from capszoo.layers._modules import at_least
 
 from .base import ConvNorm, register_head
 from .dynamic import LengthHead

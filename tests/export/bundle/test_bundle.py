@@ -21,14 +21,15 @@ from PIL import Image
 from typer.testing import CliRunner
 
 import capszoo
+from capszoo._pretrained.facts import label_lines
+from capszoo._pretrained.files import bundled_tags, sha256_of
 from capszoo.cli import app
 from capszoo.errors import CapszooError, UsageError
 from capszoo.export import bundle, compare, to_onnx, to_tensorrt
 from capszoo.export.bundle import check_bundle, compare_bundle, export_bundle, read_manifest, write
 from capszoo.export.bundle.check import _verified, open_runner
 from capszoo.export.verify.images import load_images
-from capszoo.inference import label_lines, load_model, predict
-from capszoo.models._pretrained import bundled_tags, sha256_of
+from capszoo.inference import load_model, predict
 from tests.export.toys import ToyCaps
 from tests.support import load_script
 

@@ -110,7 +110,7 @@ def by_hand(large: Tensor, offsets: tuple[int, ...]) -> Tensor:
 def test_several_crops_are_the_mean_of_crops_made_by_hand(
     tiny_mnist: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from capszoo.models._pretrained import bundled_tags
+    from capszoo._pretrained.files import bundled_tags
 
     single = prepare(MODEL, data=tiny_mnist, device="cpu").images
     target = prepare(MODEL, data=tiny_mnist, crops="multi", device="cpu")
@@ -190,7 +190,7 @@ def test_the_batch_follows_size_and_training(tiny_mnist: Path) -> None:
 
 
 def test_held_out_images_are_those_of_the_recipe(tiny_mnist: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from capszoo.models._pretrained import bundled_tags
+    from capszoo._pretrained.files import bundled_tags
 
     recipe = bundled_tags()[MODEL].raw["recipe"]["data"]
     monkeypatch.setitem(recipe, "val_size", 20)

@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 from huggingface_hub import ModelCard
 
+from capszoo._pretrained.files import bundled_tags, locate_weights
+from capszoo._pretrained.info import WeightsInfo
 from capszoo.checkpoint import resolve
 from capszoo.data import DATASETS
 from capszoo.models._papers import PAPERS
-from capszoo.models._pretrained import WeightsInfo, bundled_tags, locate_weights
 from capszoo.recipes.config import list_recipes, load_recipe
 from capszoo.recipes.release.model_card import _classes, model_card
 from capszoo.recipes.release.paper_results import (

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from capszoo._pretrained.info import WeightsInfo
 from capszoo.cli.train import resolved_yaml
 from capszoo.errors import CapszooError
-from capszoo.models._pretrained import WeightsInfo
 from capszoo.recipes.config import RecipeError, load_recipe
 from capszoo.recipes.training import queue as module
 from capszoo.recipes.training.distributed import TrainingError

@@ -19,8 +19,8 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from capszoo._pretrained.files import sha256_of
 from capszoo.data.readers import read_idx_pair
-from capszoo.models._pretrained import sha256_of
 from capszoo.recipes import train as train_module
 from capszoo.recipes.train import TrainingError, train
 from capszoo.recipes.training import begin

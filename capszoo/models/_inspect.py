@@ -1,4 +1,4 @@
-"""Evaluation mode for the time of one call."""
+"""Look into a model without changing it: iteration counts, frozen modules, eval mode for the time of one call."""
 
 from __future__ import annotations
 
@@ -6,10 +6,18 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import List
 
 from torch import nn
 
-__all__ = ["evaluating"]
+__all__ = [
+    "evaluating",
+    "iteration_attributes",
+    "routing_iterations",
+    "ITERATION_ATTRIBUTES",
+    "frozen_modules",
+    "freeze_batch_statistics",
+]
 
 
 @dataclass
@@ -62,3 +70,37 @@ def _release(module: nn.Module, thread: int, training: bool) -> None:
         module.training = training
     if not hold.threads:
         del _HELD[id(module)]
+
+
+#: Attribute names of the iteration count in layers and models.
+ITERATION_ATTRIBUTES = ("num_iters", "routing_iters")
+
+
+def iteration_attributes(module: nn.Module) -> list[str]:
+    """Names of the iteration counts of this module itself, without its submodules; empty unless it routes."""
+    even = getattr(module, "lam", None) == 0  # one step of no iterations
+    if even or not getattr(module, "routes", True):
+        return []
+    return [name for name in ITERATION_ATTRIBUTES if type(getattr(module, name, None)) is int]
+
+
+def routing_iterations(model: nn.Module) -> list[int]:
+    """The distinct iteration counts of a model's routings, ascending; empty without routing."""
+    counts = {getattr(module, name) for module in model.modules() for name in iteration_attributes(module)}
+    return sorted(counts)
+
+
+def frozen_modules(net: nn.Module) -> List[nn.Module]:
+    """The modules that have parameters, none of which requires a gradient."""
+    found = []
+    for module in net.modules():
+        parameters = list(module.parameters())
+        if parameters and not any(parameter.requires_grad for parameter in parameters):
+            found.append(module)
+    return found
+
+
+def freeze_batch_statistics(net: nn.Module) -> None:
+    """Set frozen modules to eval mode, so that the statistics of their norms do not change."""
+    for module in frozen_modules(net):
+        module.eval()

@@ -15,13 +15,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ._checks import check_model_args, check_object_size, checked_sections, checked_value, read_json_object
-from ._checks import own_keys as checked_own_keys
-from .errors import CapszooError, WeightsError
-from .scores import SCORE_KINDS, kind_for
+from .._utils.files import PACKAGE_FOLDER
+from ..errors import CapszooError, WeightsError
+from .checks import check_model_args, check_object_size, checked_sections, checked_value, read_json_object
+from .checks import own_keys as checked_own_keys
+from .facts import SCORE_KINDS, kind_for
 
 if TYPE_CHECKING:
-    from .metadata import Metadata
+    from ..metadata import Metadata
 
 __all__ = [
     "ALIASES",
@@ -140,7 +141,7 @@ class WeightsInfo:
 
     @property
     def own_keys(self) -> dict[str, Any]:
-        """Facts for which timm's configuration has no field (see `capszoo._own_facts`)."""
+        """Facts for which timm's configuration has no field (see `capszoo._pretrained.facts`)."""
         stated = {
             key: self.raw[key] for key in ("background", "object_size", "value_range") if self.raw.get(key)
         }
@@ -155,7 +156,7 @@ class WeightsInfo:
     @property
     def metadata(self) -> Metadata:
         """``raw`` as a typed record."""
-        from .metadata import Metadata
+        from ..metadata import Metadata
 
         return Metadata.read(self.raw, self.name)
 
@@ -191,8 +192,7 @@ class WeightsInfo:
 
 def weights_folders() -> tuple[Path, ...]:
     """Folders searched for weight files: inside the package, then ``weights-large/`` of a checkout."""
-    package = Path(__file__).resolve().parent
-    return package / "weights", package.parent / "weights-large"
+    return PACKAGE_FOLDER / "weights", PACKAGE_FOLDER.parent / "weights-large"
 
 
 def stored_file(name: str, folders: Iterable[Path] | None = None) -> Path | None:

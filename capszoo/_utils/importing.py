@@ -1,22 +1,18 @@
-"""Register the zoo's models with timm, without importing timm first.
-
-``import timm, capszoo`` registers at once. After ``import capszoo`` alone, an import hook waits for timm: the models
-are registered when ``import timm`` ends. Importing :mod:`capszoo.models` registers them in any case.
-"""
+"""Names that are resolved on first access, and the registration with timm without importing it."""
 
 from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-__all__ = ["register_with_timm"]
+__all__ = ["register_with_timm", "resolver"]
 
-_MODELS = f"{__package__}.models"
+_MODELS = f"{__package__.partition('.')[0]}.models"
 
 
 def register_with_timm() -> None:
@@ -69,3 +65,26 @@ class _RegisteringLoader(Loader):
         if self.finder in sys.meta_path:
             sys.meta_path.remove(self.finder)
         importlib.import_module(_MODELS)
+
+
+def resolver(
+    package: str, defined_in: Mapping[str, str], modules: Collection[str] = ()
+) -> Callable[[str], Any]:
+    """Create the ``__getattr__`` of a package.
+
+    Args:
+        package: ``__name__`` of the package.
+        defined_in: public name to the module, below the package, that defines it.
+        modules: further modules that are attributes of the package without being imported by it.
+    """
+
+    def find(name: str) -> Any:
+        if name in defined_in:
+            value = getattr(importlib.import_module(f".{defined_in[name]}", package), name)
+            setattr(sys.modules[package], name, value)  # later accesses bypass this function
+            return value
+        if name in modules:
+            return importlib.import_module(f".{name}", package)
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+
+    return find

@@ -1,11 +1,12 @@
-"""Ranges of a layer's sizes and settings, checked before its parameters are made.
-
-torch accepts most of them, or fails unclearly. A setting out of range shows as NaN, often after hours of training.
-"""
+"""Small parts of every layer: checked sizes, initial values of a routing, plain modules."""
 
 import math
+from typing import Callable, Optional
 
-__all__ = ["at_least", "finite", "non_negative", "positive"]
+from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
+
+__all__ = ["at_least", "finite", "is_plain", "non_negative", "positive", "reset_start"]
 
 
 def at_least(least: int, **sizes: int) -> None:
@@ -34,3 +35,20 @@ def finite(**settings: float) -> None:
     for name, value in settings.items():
         if not math.isfinite(value):
             raise ValueError(f"{name} must be finite, not {value}")
+
+
+def reset_start(start: Optional[Tensor], draw: Callable[[Tensor], Tensor]) -> None:
+    """Set a layer's start anew: learned values to zero, constant ones by `draw`, such as ``nn.init.normal_``."""
+    if isinstance(start, nn.Parameter):
+        nn.init.zeros_(start)
+    elif start is not None:
+        draw(start)
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def is_plain(module: nn.Module) -> bool:
+    """True if a call of the module runs its class's ``forward`` and nothing else, such as hooks."""
+    hooked = _has_any_global_hook() or any(getattr(module, name) for name in _HOOKS)
+    return "forward" not in vars(module) and not hooked

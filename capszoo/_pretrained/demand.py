@@ -1,4 +1,4 @@
-"""Compare the model that metadata describe with its weights file; `capszoo._checks` checks the metadata themselves."""
+"""Compare the model that metadata describe with its weights file; `checks` checks the metadata themselves."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from capszoo._checks import ModelConfig, described
+from capszoo._pretrained.checks import ModelConfig, described
 from capszoo.errors import WeightsError, first_line
 
 __all__ = [

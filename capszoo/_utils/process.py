@@ -1,16 +1,13 @@
-"""Reuse the memory that PyTorch frees on a CPU for its next allocations.
-
-glibc returns a large block to the system when it is freed, and the next one consists of new pages, which the kernel
-clears one by one: up to a third of the time of a training step (docs/dev/measurements.md, "Memory that is kept").
-"""
+"""Settings of this process: how much it prints, and whether freed memory is kept."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import sys
+from enum import IntEnum
 
-__all__ = ["keep_freed_memory"]
+__all__ = ["Verbosity", "is_quiet", "is_verbose", "keep_freed_memory", "set_verbosity"]
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of glibc's malloc.h
 
@@ -35,3 +32,28 @@ def keep_freed_memory() -> bool:
         return False
     # no block is a separate mapping, which would be unmapped when freed; and the heap is never trimmed (-1: never)
     return bool(libc.mallopt(_M_MMAP_MAX, 0)) and bool(libc.mallopt(_M_TRIM_THRESHOLD, -1))
+
+
+class Verbosity(IntEnum):
+    """QUIET: results and errors. NORMAL: notes and progress too. VERBOSE: the libraries' messages too."""
+
+    QUIET = -1
+    NORMAL = 0
+    VERBOSE = 1
+
+
+_current = Verbosity.NORMAL
+
+
+def set_verbosity(value: Verbosity) -> None:
+    """Set how much this process prints."""
+    global _current
+    _current = value
+
+
+def is_quiet() -> bool:
+    return _current is Verbosity.QUIET
+
+
+def is_verbose() -> bool:
+    return _current is Verbosity.VERBOSE

@@ -15,20 +15,13 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from ._metadata import (
-    WeightsInfo,
-    default_weights,
-    read_metadata,
-    stored_file,
-    weights_folders,
-    with_aliases,
-)
-from ._suggest import unknown_name
-from .errors import CapszooError, UnknownModel
+from .._utils.files import PACKAGE_FOLDER
+from ..errors import CapszooError, UnknownModel, unknown_name
+from .info import WeightsInfo, default_weights, read_metadata, stored_file, weights_folders, with_aliases
 
 __all__ = [
     "CATALOGUE",
-    "HEAD_ROUTINGS",
+    "PAPER_LINKS",
     "architectures",
     "check_model_argument",
     "check_not_exported",
@@ -38,6 +31,8 @@ __all__ = [
     "describe",
     "exported_file",
     "list_rows",
+    "paper_address",
+    "paper_label",
     "path_remedy",
     "pickled_remedy",
     "plain",
@@ -52,26 +47,13 @@ __all__ = [
 MOST_RELATED = 2
 
 #: The generated file.
-CATALOGUE = Path(__file__).with_name("catalogue.json")
+CATALOGUE = PACKAGE_FOLDER / "catalogue.json"
 
 #: Suffixes of files that torch.save writes, or other libraries of its kind.
 PICKLES = (".pt", ".pth", ".ckpt", ".bin", ".tar", ".pkl")
 
 #: Commands that take an exported file or bundle where they take a model.
 EXPORTED_IN = ("predict", "eval", "benchmark", "check", "serve")
-
-#: Routings of ``attach_head``, as in ``capszoo.models._heads.HEADS`` (a test compares the two).
-HEAD_ROUTINGS = (
-    "avg",
-    "max",
-    "conv",
-    "routing_pool",
-    "dynamic",
-    "em",
-    "idpa",
-    "self_routing",
-    "self_attention",
-)
 
 
 @lru_cache(maxsize=1)
@@ -325,3 +307,32 @@ def weights_entry(info: WeightsInfo) -> dict[str, Any]:
 def plain(text: str) -> str:
     """A line of a docstring without its markup."""
     return text.replace("``", "")
+
+
+#: Address of a paper by the kind of its identifier.
+PAPER_LINKS = {
+    "arXiv": "https://arxiv.org/abs/{}",
+    "doi": "https://doi.org/{}",
+    "neurips": "https://proceedings.neurips.cc/paper/{}-Abstract.html",
+    "openreview": "https://openreview.net/forum?id={}",
+}
+
+
+def paper_address(paper_id: str) -> str:
+    """The paper's address on the web; the identifier itself if its kind is unknown.
+
+    >>> paper_address("arXiv:1710.09829")
+    'https://arxiv.org/abs/1710.09829'
+    """
+    kind, _, identifier = paper_id.partition(":")
+    return PAPER_LINKS[kind].format(identifier) if kind in PAPER_LINKS else paper_id
+
+
+def paper_label(paper_id: str) -> str:
+    """A short name for tables: venue and year of NeurIPS's papers, else the identifier.
+
+    >>> paper_label("neurips:2019/hash/e46bc064f8e92ac2c404b9871b2a4ef2")
+    'NeurIPS 2019'
+    """
+    kind, _, identifier = paper_id.partition(":")
+    return f"NeurIPS {identifier.partition('/')[0]}" if kind == "neurips" else paper_id

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ._checks import described
-from ._checks import own_keys as checked_own_keys
-from ._own_facts import set_own_facts
-from .errors import CapszooError, WeightsError, first_line, require
+from ..errors import CapszooError, WeightsError, first_line, require
+from .checks import described
+from .checks import own_keys as checked_own_keys
+from .facts import set_own_facts
 
 __all__ = ["OnnxModel"]
 

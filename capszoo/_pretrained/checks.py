@@ -3,7 +3,7 @@
 A ``config.json`` or a checkpoint's ``.json`` describes a model. It never determines where something is read from: keys
 that name a file, an address, a repository or a device are dropped (:data:`_DESCRIBED` lists the accepted keys) or
 refused (:data:`_NOT_FOR_STRANGERS`), and the name of an architecture must be a registered name, never ``hf-hub:`` or
-``local-dir:``. Sizes have limits, and `capszoo.models._metadata.check_demand` compares them with the tensors of the
+``local-dir:``. Sizes have limits, and `capszoo._pretrained.demand.check_demand` compares them with the tensors of the
 file before a model is built. This module imports neither torch nor pydantic, whose import alone takes as long as the
 whole of ``capszoo list``. Files that are read less often have pydantic models: manifests of bundles, recipes, the typed
 record of a checkpoint.
@@ -18,9 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ._own_facts import own_facts, set_own_facts
-from .errors import WeightsError, first_line
-from .scores import SCORE_KINDS
+from ..errors import WeightsError, first_line
+from .facts import SCORE_KINDS, own_facts, set_own_facts
 
 __all__ = [
     "ModelConfig",
@@ -379,7 +378,7 @@ _MEASURED: dict[str, Callable[[Any, str, str], Any]] = {
 
 #: The zoo's keys: facts about weights for which timm's ``PretrainedCfg`` has no field.
 _OWN_CHECKS: dict[str, Callable[[Any, str, str], Any]] = {
-    "background": _one_of("black", "white"),  # those of `capszoo.reading`, which imports Pillow
+    "background": _one_of("black", "white"),  # those of `capszoo.images`, which imports Pillow
     "object_size": _object_size,
     "score_kind": _one_of(*SCORE_KINDS),
     "inherited_mean": _flag,

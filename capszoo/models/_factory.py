@@ -1,4 +1,4 @@
-"""The package's front door: create, list and describe models."""
+"""Create, list and describe models: ``create_model``, ``list_models`` and ``model_info``, as timm names them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import timm
-import torch
 from timm.models import (
     get_pretrained_cfg,
     is_model,
@@ -21,22 +20,15 @@ from timm.models import (
 )
 from torch import nn
 
-from ._catalogue import shell_pattern, unknown_tag
-from ._devices import check_device
-from ._own_facts import own_facts, set_own_facts
-from ._suggest import unknown_name
-from .errors import UnknownArgument, UnknownModel, UsageError, WeightsError
-from .models import MODULES
-from .models._builder import plain, stranger_cfg, trusted_tag
-from .models._metadata import ModelConfig, check_demand, fitting
-from .models._pretrained import (
-    WeightsInfo,
-    download_weights,
-    hub_config,
-    load_safetensors,
-    local_weights,
-    named_weights,
-)
+from .._pretrained.catalogue import shell_pattern, unknown_tag
+from .._pretrained.checks import ModelConfig
+from .._pretrained.demand import check_demand, fitting
+from .._pretrained.facts import own_facts, set_own_facts
+from .._pretrained.files import download_weights, hub_config, load_safetensors, local_weights, named_weights
+from .._pretrained.info import WeightsInfo
+from ..errors import UnknownArgument, UnknownModel, WeightsError, unknown_name
+from . import MODULES
+from ._builder import plain, stranger_cfg, trusted_tag
 
 __all__ = [
     "ModelInfo",
@@ -111,7 +103,7 @@ def _create_described(source: str, target: str, pretrained: bool, kwargs: dict[s
     """Create the model that a ``config.json`` describes, from a repository of the Hub or a folder.
 
     timm reads such files too, but would load from any source of weights that they name. Here they only describe the
-    model (see :mod:`capszoo.models._metadata`), and weights come only from ``model.safetensors`` beside them.
+    model (see :mod:`capszoo._pretrained.demand`), and weights come only from ``model.safetensors`` beside them.
     """
     cache_dir = kwargs.get("cache_dir")
     if source == "hf-hub":
@@ -286,30 +278,3 @@ def describe(name: str, model: nn.Module) -> ModelInfo:
         paper_ids=(papers,) if isinstance(papers, str) else tuple(papers),
         license="apache-2.0",
     )
-
-
-def default_device() -> torch.device:
-    """CUDA if available, else the CPU."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def resolve_device(name: str | torch.device | None = None) -> torch.device:
-    """Resolve the name of a device.
-
-    Args:
-        name: ``cpu``, ``cuda`` (or ``cuda:N``), ``mps``; ``auto`` or None selects CUDA if available, else the CPU.
-
-    Raises:
-        UsageError: an unknown device, or one that this machine does not have.
-    """
-    if isinstance(name, torch.device):
-        return name
-    if name in (None, "auto"):
-        return default_device()
-    check_device(str(name))
-    kind, _, number = str(name).partition(":")
-    if kind == "cuda" and int(number or 0) >= torch.cuda.device_count():
-        raise UsageError(f"there is no device '{name}' on this machine", "use --device cpu")
-    if kind == "mps" and not torch.backends.mps.is_available():
-        raise UsageError("there is no device 'mps' on this machine", "use --device cpu")
-    return torch.device(str(name))

@@ -1,4 +1,4 @@
-"""Write files for users, completely or not at all."""
+"""Write files for users, completely or not at all; read arrays of ``.npz`` files."""
 
 from __future__ import annotations
 
@@ -8,37 +8,34 @@ import os
 import shutil
 import tempfile
 import threading
+import zipfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from .errors import CapszooError, UsageError
+from ..errors import CapszooError
 
-#: Formats of pictures that are written; matplotlib's others need LaTeX (.pgf) or are no pictures (.raw).
-PICTURE_SUFFIXES = (".png", ".pdf", ".svg", ".jpg", ".jpeg", ".webp", ".tif", ".tiff", ".eps")
-
-#: Suffixes of files of models in formats that are not written under a name of the user's.
-OTHER_MODELS = frozenset(
-    ".bin .ckpt .engine .gguf .h5 .keras .mlmodel .mlpackage .ncnn .nnef .npz .ort .param .pb .pkl .plan .pt .pt2 .pth "
-    ".safetensors .tar .tflite .torchscript .trt .xml .zip".split()
-)
+if TYPE_CHECKING:
+    import numpy as np
 
 __all__ = [
-    "OTHER_MODELS",
-    "PICTURE_SUFFIXES",
+    "PACKAGE_FOLDER",
     "cache_folder",
     "check_numbers_file",
     "check_writable",
     "created_folder",
     "expanded",
-    "names_onnx_file",
     "not_writable",
+    "read_npz",
     "replace_folder",
     "replacing",
     "writable_cache",
     "write_csv",
 ]
+
+#: Folder of the package, with its weights and assets.
+PACKAGE_FOLDER = Path(__file__).resolve().parents[1]
 
 
 def expanded(path: str | Path) -> Path:
@@ -76,18 +73,6 @@ def writable_cache(folder: Path) -> Path:
             f"cannot write to the cache, {folder}: {e.strerror or e}",
             "set CAPSZOO_CACHE to a folder that can be written",
         ) from None
-
-
-def names_onnx_file(path: Path) -> bool:
-    """True if an export to ``path`` is one ONNX file, False if it is a folder.
-
-    Raises:
-        UsageError: the name is that of another format's file.
-    """
-    suffix = path.suffix.lower()
-    if suffix in OTHER_MODELS:
-        raise UsageError(f"{path} is no .onnx file", "give a name such as model.onnx, or a folder")
-    return suffix == ".onnx"
 
 
 def not_writable(place: Path, error: OSError) -> str:
@@ -225,3 +210,47 @@ def write_csv(path: Path, header: Sequence[str], rows: Iterable[Sequence[Any]]) 
         writer.writerow(header)
         writer.writerows(rows)
     return path
+
+
+#: Total bytes that the arrays of a file may have, unless the caller sets another limit.
+MAX_BYTES = 256 * 2**20
+
+
+def read_npz(path: str | Path, names: Iterable[str], max_bytes: int = MAX_BYTES) -> dict[str, np.ndarray]:
+    """Read some arrays of an ``.npz`` file.
+
+    Args:
+        path: the file; zeros compress a thousandfold, so the size of the file is no limit.
+        names: names of the arrays.
+        max_bytes: largest total unpacked size.
+
+    Raises:
+        CapszooError: the file is missing, damaged or too large, or an array is missing or not numeric.
+    """
+    import numpy as np
+
+    path, names = Path(path), tuple(names)
+    try:
+        with zipfile.ZipFile(path) as archive:
+            unpacked = sum(entry.file_size for entry in archive.infolist())
+        if unpacked > max_bytes:
+            raise CapszooError(
+                f"{path}: unpacks to {unpacked / 2**20:.0f} MiB, more than {max_bytes / 2**20:.0f} MiB",
+                "it is none of ours; remove it",
+            )
+        with np.load(path, allow_pickle=False) as stored:
+            if missing := [name for name in names if name not in stored.files]:
+                raise CapszooError(f"{path}: lacks the array '{missing[0]}'", "write it again, or remove it")
+            arrays = {name: np.asarray(stored[name]) for name in names}
+    except CapszooError:
+        raise
+    except FileNotFoundError:
+        raise CapszooError(f"{path}: no such file", "check the path") from None
+    # BadZipFile, zlib.error, KeyError, NotImplementedError, ValueError of an object array, …
+    except Exception as e:
+        reason = " ".join(str(e).split())[:200] or type(e).__name__
+        raise CapszooError(f"{path}: not readable ({reason})", "the file is damaged; write it again") from e
+    for name, array in arrays.items():
+        if array.dtype.kind not in "biuf":
+            raise CapszooError(f"{path}: the array '{name}' holds no numbers", "write it again, or remove it")
+    return arrays

@@ -10,7 +10,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from .errors import CapszooError, UsageError
+from capszoo._version import __version__
+
+from ..errors import CapszooError, UsageError
 
 __all__ = ["PublishError", "check_repo_id", "is_hub_error", "limit_hub_waits", "refusal", "upload"]
 
@@ -179,10 +181,8 @@ def upload(
     """
     from huggingface_hub import HfApi
 
-    import capszoo
-
     seconds = limit_hub_waits()
-    api = HfApi(library_name="capszoo", library_version=capszoo.__version__)
+    api = HfApi(library_name="capszoo", library_version=__version__)
 
     def call(function: Callable[..., ResultT], **arguments: Any) -> ResultT:
         return _with_patience(
