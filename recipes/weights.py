@@ -38,7 +38,6 @@ from capszoo.scores import kind_for
 
 from .config import list_recipes
 from .evaluate import evaluate
-from .release.paper_results import continues
 from .training.checkpoints import write_atomically, write_safetensors
 from .training.history import history_of, read_records
 
@@ -235,7 +234,7 @@ def write_weights(
         start = stem  # a folder's name says less
         recipe["init"] = {**recipe["init"], "weights": stem}
     # a name alone is not enough: images of a user may be in a folder `cifar10`
-    own_weights = start is None or start == stem or continues(stem, start)  # that name is the zoo's
+    own_weights = start is None or start == stem  # that name is the zoo's
     of_zoo = stem in list_recipes() and spec.name in DATASETS and own_weights
     tensors, storage = _as_stored(net.state_dict()) if of_zoo else (net.state_dict(), "float32")
     write_safetensors(weights, tensors)

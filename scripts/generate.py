@@ -47,12 +47,11 @@ from capszoo.recipes.release.paper_results import (
     shown,
     trained_further,
     twin_groups,
-    went_on,
 )
-from capszoo.recipes.training.queue import QueueItem, read_queue
 from capszoo.summary import summarise
 from scripts.comparison import PROFILE, plus_minus, rows
 from scripts.pictures import stale_curves, stale_pictures, write_curves, write_picture
+from scripts.queue_runs import QueueItem, read_queue
 
 
 def first_line(name: str) -> str:
@@ -143,7 +142,7 @@ def results_table() -> str:
         same = [_paper_accuracy(figure) for figure in paper_figures(info)]
         trained = f"seed {stated.seed}, {stated.trained.epochs} epochs"
         if began_with(info):
-            trained += " after those of " + ("an interrupted run" if went_on(info) else "an earlier run")
+            trained += " after those of an earlier run"
         accuracy = f"{test.top1:.2f}{_unless_top1(info)}{seeds_note(info)}"
         lines.append(
             f"| `{name}` | {stated.dataset.name} | {accuracy} | {trained} | {'; '.join(same) or 'none'} "
@@ -183,7 +182,7 @@ each (95%).
 |---|---|---|---|---|"""
 
 
-TARGETS = """Planned runs, in the order of [recipes/queue.yaml](../recipes/queue.yaml): the paper's accuracy, our
+TARGETS = """Planned runs, in the order of [scripts/queue.yaml](../scripts/queue.yaml): the paper's accuracy, our
 target, and the accuracy of the bundled file. A target with several seeds is one for their mean. The last column has
 the epochs and the profile of the bundled file, and a note.
 
@@ -306,9 +305,7 @@ def recipe_table() -> str:
         if name in trained:
             stated = trained[name].metadata
             run = f"seed {stated.seed}, {stated.trained.epochs} epochs"
-            if went_on(trained[name]):
-                run += " after those of an interrupted run"
-            elif began_with(trained[name]):
+            if began_with(trained[name]):
                 run += " after those of an earlier run"
             accuracy = stated.metrics["test"].top1
             ours = f"{accuracy:.2f} ({run}{seeds_note(trained[name]) or ', n = 1'}): `{train_command(trained[name])}`"

@@ -686,10 +686,8 @@ def test_as_a_process(root: Path, tmp_path: Path) -> None:
     )
 
 
-def test_the_queue_is_shown_without_training(tmp_path: Path) -> None:
-    shown = succeeds("train", "--queue", "--dry-run", "--out", tmp_path / "runs")
-    assert "idpa_resnet.cifar10" in shown and "resnet20_routingpool.cifar10, seed 2" in shown
-    assert not (tmp_path / "runs").exists()
+@needs_training
+def test_seeds_that_are_no_numbers_or_of_two_recipes_are_refused() -> None:
     assert "--seeds takes whole numbers with commas" in fails(2, "train", "cnn6.mnist", "--seeds", "0,x")
     assert "--seeds takes one" in fails(2, "train", "cnn6.mnist", "encapnet6.cifar10", "--seeds", "0")
 
@@ -702,9 +700,7 @@ def test_the_queue_is_shown_without_training(tmp_path: Path) -> None:
             "train cnn6.mnist --parallel 2",
             "--parallel has no effect on a single run: it belongs to --seeds",
         ),
-        ("train cnn6.mnist --minutes 0", "--minutes has no effect on a single run: it belongs to --queue"),
         ("train cnn6.mnist --seeds 0,1 --threads 1", "--threads has no effect with --seeds: leave it out"),
-        ("train --queue --profile short", "--profile has no effect with --queue: leave it out"),
         ("train cnn6.mnist --seeds 0,1 --together", "--seeds and --together exclude each other"),
         (f"finetune {MODEL} --data x --head em", "--head has no effect without --backbone"),
         (

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from capszoo.recipes.train import train
 from capszoo.recipes.training.step import TrainStep
-from tests.recipes.conftest import tiny_mnist
-from tests.recipes.training.test_stages import staged_recipe
 from tests.test_cli import fails, needs_training, run, succeeds
-
-__all__ = ["tiny_mnist"]
 
 pytestmark = needs_training
 
@@ -52,52 +46,9 @@ def test_a_dry_run_is_timed_as_the_run_would_be(tmp_path: Path, monkeypatch: pyt
     assert not list(tmp_path.iterdir())
 
 
-def test_the_dry_run_of_a_queue(tmp_path: Path) -> None:
-    arguments = ("train", "--queue", "--dry-run", "--out", tmp_path)
-    for dry in (("--dry-run",), ()):
-        line = fails(2, "train", "idpa_cnn.mnist", "--queue", *dry, "--out", tmp_path)
-        assert line.startswith("error: the queue has no idpa_cnn.mnist: it has idpa_resnet.cifar10, ")
-
-    def row(*more: object) -> list[str]:
-        lines = succeeds(*arguments, *more).splitlines()
-        return next(line for line in lines if line.startswith("cnn6.mnist, seed 1")).split()
-
-    assert row()[3:5] == ["left", "out"], "the zoo has it"
-    assert row("cnn6.mnist", "--epochs", 7)[3] == "0/7"
-
-
-def test_a_state_is_moved_by_the_commands(tiny_mnist: Path, tmp_path: Path) -> None:  # noqa: F811
-    first, state, there = (tmp_path / name for name in ("first", "state", "there"))
-    train(staged_recipe(), out=first, data=tiny_mnist, stop_after=1)
-    assert succeeds("state", "export", first, state).strip() == f"manifest: {state / 'manifest.json'}"
-    made, resume = succeeds("state", "import", state, there).splitlines()
-    assert made == f"run: {there}" and (there / "checkpoints").is_dir()
-    command = shlex.split(resume.removeprefix("resume: capszoo "))
-    assert resume.startswith("resume: capszoo train ") and command[-2:] == ["--out", str(there)]
-    assert "idpa_cnn" in succeeds(*command, "--data", tiny_mnist, "--cpu", "--dry-run")
-
-
-def test_options_of_a_queue_and_of_seeds_arrive(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_options_of_seeds_arrive(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     calls: list[Any] = []
-    monkeypatch.setattr("capszoo.recipes.training.queue.train_queue", lambda *a, **o: calls.append((a, o)))
     places = ("--out", tmp_path / "runs", "--data", tmp_path)
-    text = succeeds(
-        "train",
-        "--queue",
-        "cnn6.mnist",
-        *places,
-        "--cpu",
-        "--epochs",
-        7,
-        "--parallel",
-        3,
-        "--minutes",
-        2.5,
-        "--state",
-        tmp_path,
-    )
-    given = (tmp_path / "runs", tmp_path, True, 3, 2.5, ["cnn6.mnist"], ["epochs=7"])
-    assert calls == [(given, {"state": tmp_path})] and "0/7" in text
 
     def seeds(*arguments: Any) -> dict[str, Any]:
         calls.append(arguments)

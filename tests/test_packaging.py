@@ -147,9 +147,8 @@ def test_wheel_holds_everything_inside_the_package(root: Path, wheel: Path) -> N
         assert found, pattern
         for path in found:
             assert f"capszoo/{path.relative_to(root / 'capszoo').as_posix()}" in names
-    for path in (*(root / "recipes" / "configs").glob("*.yaml"), root / "recipes" / "queue.yaml"):
-        if path.is_file():
-            assert f"capszoo/recipes/{path.relative_to(root / 'recipes').as_posix()}" in names
+    for path in (root / "recipes" / "configs").glob("*.yaml"):
+        assert f"capszoo/recipes/configs/{path.name}" in names
     assert any(name.endswith(".safetensors") for name in names), "the wheel carries no weights"
 
 

@@ -21,7 +21,7 @@ EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
     "explain": (("matplotlib", "captum"), "explain, curves"),
     "train": (
         ("accelerate", "datasets", "yaml", "pyarrow", "scipy", "matplotlib", "tensorboard"),
-        "train, finetune, eval, recipes, curves, publish, state",
+        "train, finetune, eval, recipes, curves, publish",
     ),
     "export": (("onnx", "onnxscript", "onnxruntime"), "export, check, benchmark, predict --runtime onnx"),
     "app": (("gradio", "onnx", "onnxscript", "onnxruntime", "matplotlib"), "app, publish --space"),

@@ -26,7 +26,6 @@ from .group import Command, OneLineErrors
 from .predict import predict_command
 from .publish import publish_command
 from .recipes import recipes_app
-from .state import state_app
 from .train import train_command
 from .zoo import info_command, list_command
 
@@ -90,7 +89,6 @@ _PANELS: dict[str, dict[str, Callable[..., Any] | typer.Typer]] = {
         "train": train_command,
         "recipes": recipes_app,
         "curves": curves_command,
-        "state": state_app,
         "publish": publish_command,
     },
     "Set up": {"data": data_app, "doctor": doctor_command},

@@ -76,10 +76,6 @@ EXAMPLES: dict[str, str] = {
     "curves": """
         capszoo curves runs/a runs/b --out curves.pdf
         """,
-    "state": """
-        capszoo state export runs/a carried
-        capszoo state import carried runs/a
-        """,
     "publish": """
         capszoo publish runs/photos USER/photos --dry-run
         capszoo publish runs/photos USER/photos --private

@@ -7,7 +7,6 @@ from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
-from rich.table import Table
 
 from ..errors import UsageError
 from .common import refuse_unused, stderr, stdout
@@ -59,8 +58,8 @@ def train_command(
         typer.Option(
             "--out",
             "-o",
-            help="Folder of the run (default: runs/ARCH.TAG of the recipe); with --together, --seeds or --queue the "
-            "folder that holds all runs (default: runs).",
+            help="Folder of the run (default: runs/ARCH.TAG of the recipe); with --together or --seeds the folder "
+            "that holds all runs (default: runs).",
             show_default=False,
             metavar="PATH",
         ),
@@ -89,39 +88,12 @@ def train_command(
             rich_help_panel="Several runs",
         ),
     ] = None,
-    queue: Annotated[
-        bool,
-        typer.Option(
-            "--queue",
-            help="Train the next recipes of recipes/queue.yaml (RECIPE...: only these).",
-            rich_help_panel="Several runs",
-        ),
-    ] = False,
     parallel: Annotated[
         int | None,
         typer.Option(
             min=1,
             metavar="N",
-            help="With --seeds or --queue: simultaneous runs (default: 1 with --seeds; with --queue at most 2 on a "
-            "CPU, 5 on a GPU).",
-            rich_help_panel="Several runs",
-        ),
-    ] = None,
-    minutes: Annotated[
-        float | None,
-        typer.Option(
-            min=0,
-            metavar="N",
-            help="With --queue: after N minutes, stop all runs and save their states, which may take 3 minutes.",
-            rich_help_panel="Several runs",
-        ),
-    ] = None,
-    state: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="With --queue: take runs from DIR, write them there at the end (files of at most 16 MB).",
-            show_default=False,
+            help="With --seeds: simultaneous runs (default: 1).",
             rich_help_panel="Several runs",
         ),
     ] = None,
@@ -129,7 +101,7 @@ def train_command(
         bool,
         typer.Option(
             "--dry-run",
-            help="Print the resolved recipe and the estimated time; with --queue how far each run has come.",
+            help="Print the resolved recipe and the estimated time.",
         ),
     ] = False,
     threads: Annotated[
@@ -151,15 +123,12 @@ def train_command(
     for recipe in recipes:
         check_recipe_argument(recipe)
     check_training()
-    kinds = (("--queue", queue), ("--seeds", seeds is not None), ("--together", together))
+    kinds = (("--seeds", seeds is not None), ("--together", together))
     _check_kind_of_run(context, [kind for kind, chosen in kinds if chosen])
     overrides = settings(overrides, epochs=epochs, lr=lr, batch_size=batch_size, seed=seed)
     cpu = use_cpu(device, cpu)
-    if queue:
-        _train_queue(recipes, overrides, out, data, cpu, parallel, minutes, state, dry_run)
-        return
     if not recipes:
-        raise UsageError("no recipe was given", "`capszoo train RECIPE`, or --queue for the next ones")
+        raise UsageError("no recipe was given", "`capszoo train RECIPE`")
     if dry_run:
         refuse_unused(context, ("seeds", "parallel"), "with --dry-run", "leave it out")
         _dry_run(recipes, overrides, profile, cpu, threads)
@@ -188,9 +157,7 @@ _USED_BY = {
     "profile": ("", "--seeds", "--together"),
     "threads": ("",),
     "accept_data": ("",),
-    "parallel": ("--seeds", "--queue"),
-    "minutes": ("--queue",),
-    "state": ("--queue",),
+    "parallel": ("--seeds",),
 }
 
 
@@ -276,39 +243,3 @@ def _train_seeds(
                 f"{split}: {found['mean']:.2f}{spread} % on {found['n']:,} images, {of}",
                 soft_wrap=True,
             )
-
-
-def _train_queue(
-    recipes: list[str],
-    overrides: list[str],
-    out: Path | None,
-    data: Path | None,
-    cpu: bool,
-    parallel: int | None,
-    minutes: float | None,
-    state: Path | None,
-    dry_run: bool,
-) -> None:
-    from ..recipes.training.queue import choose_items, queue_state, read_queue, train_queue
-
-    items = choose_items(read_queue(), recipes)
-    if not dry_run:
-        train_queue(out, data, cpu, parallel, minutes, recipes, overrides, state=state)
-    table = Table(
-        "run", "epochs", "test, %", "target, %", "in the zoo, %", "paper, %", box=None, pad_edge=False
-    )
-    for run in queue_state(items, out, overrides):
-
-        def shown(value: float | None) -> str:
-            return "–" if value is None else f"{value:.2f}"
-
-        name = run.item.tag if run.item.seeds == (0,) else f"{run.item.tag}, seed {run.seed}"
-        table.add_row(
-            name,
-            "left out" if run.in_zoo and not run.finished and not recipes else f"{run.epoch}/{run.epochs}",
-            shown(run.top1),
-            shown(run.item.at_least),
-            shown(run.bundled),
-            shown(run.item.reference),
-        )
-    stdout().print(table)

@@ -29,7 +29,6 @@ from .paper_results import (
     paper_figures,
     protocol_lines,
     trained_further,
-    went_on,
 )
 from .public import PRIVATE_SET, is_private_set, public, public_start
 
@@ -171,11 +170,7 @@ def model_card(
     from_paper = f" Paper: {', '.join(papers)}." if papers else ""
     about = public(stated.description, "description") or f"{info.architecture} trained on {title}"
     start = began_with(info)
-    trained = (
-        f"Fine-tuned from `{public_start(start)}` on"
-        if start and not went_on(info) and not trained_further(info)
-        else "Trained on"
-    )
+    trained = f"Fine-tuned from `{public_start(start)}` on" if start and not trained_further(info) else "Trained on"
     shown = ", ".join(labels[:20]) + (
         f" and {len(labels) - 20} more (`{LABELS}`)" if len(labels) > 20 else ""
     )

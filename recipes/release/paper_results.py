@@ -35,7 +35,6 @@ __all__ = [
     "shown",
     "trained_further",
     "twin_groups",
-    "went_on",
 ]
 
 #: Keys of a recipe that describe it or how it is run, without effect on the result.
@@ -94,17 +93,6 @@ def began_with(info: WeightsInfo) -> str | None:
     """The initial weights of a checkpoint's run; None if they were random."""
     init = info.metadata.trained.init
     return init.weights if init else None
-
-
-def continues(name: str, start: str) -> bool:
-    """True if `start` is the weights of an interrupted run of the recipe `name` (in the repository's `unfinished/`)."""
-    path = Path(start)
-    return path.parent.name == "unfinished" and path.stem == name
-
-
-def went_on(info: WeightsInfo) -> bool:
-    """True if a run continued an interrupted one of the same recipe (from the repository's `unfinished/`)."""
-    return continues(info.name, began_with(info) or "")
 
 
 def trained_further(info: WeightsInfo) -> bool:
@@ -217,16 +205,13 @@ def protocol_lines(info: WeightsInfo) -> list[str]:
             "stated here: the recipe's header has both commands."
         )
     elif start:
-        whose = ", of an interrupted run" if went_on(info) else ""
         lines.append(
-            f"- It began with the weights of `{public_start(start)}`{whose}. "
-            "The epochs of that training are additional."
+            f"- It began with the weights of `{public_start(start)}`. The epochs of that training are additional."
         )
     if counted(info) == "exact set":
         lines.append("- An image counts as correct if exactly its labels are predicted.")
     if "test" in stated.metrics:
-        # the same checkpoint, trained further; an interrupted run had not been tested yet
-        again = start and Path(start).name.startswith(info.name) and not went_on(info)
+        again = start and Path(start).name.startswith(info.name)  # the same checkpoint, trained further
         looks = "at the end of both runs" if again else "once, at the end"
         lines.append(f"- The test set was evaluated {looks}. No epoch was selected by it.")
         if again:
@@ -254,7 +239,7 @@ def protocol_lines(info: WeightsInfo) -> list[str]:
         lines.append("- Settings: the recipe's, without a profile.")
     if stated.hardware:
         seconds = stated.train_seconds
-        took = f" in {seconds:,} s" + (" (this part)" if went_on(info) else "") if seconds else ""
+        took = f" in {seconds:,} s" if seconds else ""
         lines.append(f"- Trained on {stated.hardware}{took}.")
     if stated.storage != "float32":
         which = "; the test accuracy is that of the stored file" if "test" in stated.metrics else ""

@@ -1,4 +1,4 @@
-"""Several runs on one machine, each in a separate process: recipes side by side, the queue, one recipe's seeds.
+"""Several runs on one machine, each in a separate process: recipes side by side, or one recipe's seeds.
 
 Each run writes to its folder as in a single run, and its output to `<folder>.log` beside it. A failed run
 does not affect the others. Ctrl-C and SIGTERM stop all of them, each with a checkpoint; the same command resumes them.
@@ -102,16 +102,12 @@ def _start(job: Job, environment: dict[str, str]) -> _Process:
     return _Process(job, process)
 
 
-def run_jobs(jobs: Sequence[Job], parallel: int | None = None, minutes: float | None = None) -> bool:
+def run_jobs(jobs: Sequence[Job], parallel: int | None = None) -> None:
     """Execute runs, some of them at the same time, and return when all have ended.
 
     Args:
         jobs: in the order in which they start.
         parallel: number of simultaneous runs, which share the CPU's cores; None: all.
-        minutes: time after which the runs stop with checkpoints; None: no limit.
-
-    Returns:
-        True if all of them finished; False if `minutes` expired first.
 
     Raises:
         Stopped: a signal came. TrainingError: a run failed, or a folder cannot be written. Both are raised after the
@@ -126,13 +122,11 @@ def run_jobs(jobs: Sequence[Job], parallel: int | None = None, minutes: float | 
     console = Console(quiet=is_quiet(), highlight=False, emoji=False)
     waiting, processes, unstarted = list(jobs), list[_Process](), list[str]()
     began, images = time.monotonic(), _images(jobs)
-    deadline = began + 60 * minutes if minutes is not None else None
     with StopRequest() as stop, Live(console=console, auto_refresh=False, transient=True) as live:
         try:
             stopping, killed = False, float("inf")
             while waiting or any(one.running for one in processes):
-                late = deadline is not None and time.monotonic() > deadline
-                if (stop.number or late) and not stopping:
+                if stop.number and not stopping:
                     stopping, waiting = True, []
                     console.print(
                         "stopping: each run finishes its current update and saves a checkpoint", markup=False
@@ -179,7 +173,6 @@ def run_jobs(jobs: Sequence[Job], parallel: int | None = None, minutes: float | 
         raise TrainingError(
             f"{len(failed)} of {len(processes)} runs failed: {', '.join(failed)}; their logs say why"
         )
-    return not stopping
 
 
 def _signal(processes: list[_Process], number: int) -> None:

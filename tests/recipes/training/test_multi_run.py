@@ -1,11 +1,13 @@
-"""Several recipes side by side: each runs as it would alone, and one that fails leaves the others alone."""
+"""Several recipes or seeds side by side: each runs as it would alone; one that fails leaves the others alone."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -15,11 +17,14 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from capszoo.recipes.config import RecipeError
+from capszoo.errors import CapszooError
+from capszoo.recipes.config import RecipeError, load_recipe
 from capszoo.recipes.train import train
 from capszoo.recipes.training import multi_run
 from capszoo.recipes.training.distributed import Stopped, TrainingError
-from capszoo.recipes.training.multi_run import train_together
+from capszoo.recipes.training.history import find_runs, read_records, trained_images
+from capszoo.recipes.training.multi_run import train_seeds, train_together
+from capszoo.recipes.weights import seeds_summary
 from tests.test_cli import fails
 
 from .test_distributed import TINY, environment, newest
@@ -54,7 +59,7 @@ def test_each_trains_as_it_would_alone_and_one_that_fails_leaves_the_other_alone
     assert all(torch.equal(a[key], b[key]) for key in a)
 
 
-def test_at_the_time_limit_a_failed_run_is_told_from_a_stopped_one(
+def test_after_a_signal_a_failed_run_is_told_from_a_stopped_one(
     tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     programs = {
@@ -71,11 +76,10 @@ def test_at_the_time_limit_a_failed_run_is_told_from_a_stopped_one(
     *jobs, stuck = [multi_run.Job(name, tmp_path / name) for name in programs]
     monkeypatch.setattr(multi_run, "STOP_SECONDS", 0.5)
     monkeypatch.setattr(multi_run, "LOOK_SECONDS", 0.05)
-    with pytest.raises(TrainingError, match="hangs"):
-        multi_run.run_jobs([stuck], minutes=0.02)  # it must have begun to ignore the signal
-    assert multi_run.run_jobs(jobs[1:], minutes=0.005) is False
-    with pytest.raises(TrainingError, match="^1 of 2 runs failed: bad;"):
-        multi_run.run_jobs(jobs, minutes=0.02)
+    # it must have begun to ignore the signal
+    threading.Timer(1.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    with pytest.raises(Stopped, match="^stopped 0 of 1 runs, 1 failed: hangs; "):
+        multi_run.run_jobs([stuck])
     printed = capsys.readouterr().out
     assert "good: stopped: " in printed and "bad: failed (1): " in printed
     assert "stopping: each run finishes its current update and saves a checkpoint" in printed
@@ -145,3 +149,57 @@ def test_several_recipes_need_the_option() -> None:
     assert line == "error: 2 recipes were given: --together trains them side by side"
     line = fails(2, "train", "resnet20_routingpool.cifar10", "--profile", "shrot")
     assert "unknown profile 'shrot': did you mean 'short'" in line
+
+
+def test_seeds_are_trained_once_and_summarised(
+    tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (recipe,) = write_recipes(tmp_path, data, "idx")
+    runs = tmp_path / "runs"
+    summary = train_seeds(recipe, [0, 1], out=runs, cpu=True, parallel=2)
+    assert summary["seeds"] == [0, 1] and len(summary["test"]["values"]) == 2 and "sd" in summary["test"]
+    assert json.loads((runs / "idpa_cnn.idx.seeds.json").read_text()) == summary
+    metadata = json.loads((runs / "idpa_cnn.idx.seed1" / "idpa_cnn.idx.json").read_text())
+    assert metadata["seeds"] == summary and metadata["seed"] == 1
+    records = [read_records(run / "metrics.jsonl")[-1] for run in runs.glob("*.seed?")]
+    images = sum(record["step"] for record in records) * load_recipe(recipe).batch_size
+    assert f"{images} images in " in capsys.readouterr().out
+    logs = [path.stat().st_size for path in sorted(runs.glob("*.log"))]
+    again = train_seeds(recipe, [0, 1], out=runs, cpu=True)
+    assert again == summary and [path.stat().st_size for path in sorted(runs.glob("*.log"))] == logs
+    assert train_seeds(recipe, [1], out=runs, cpu=True) == summary, "the run of the other seed counts"
+    # no mean of runs on different images
+    changed = runs / "idpa_cnn.idx.seed1" / "idpa_cnn.idx.json"
+    kept = changed.read_text()
+    changed.write_text(json.dumps(json.loads(kept) | {"dataset": {"sha256": {"test": "0"}}}))
+    with pytest.raises(TrainingError, match="seed1 .*seed0"):
+        train_seeds(recipe, [0, 1], out=runs, cpu=True)
+    changed.write_text(kept)
+    # a finished run with other settings is not the recipe's
+    with pytest.raises(TrainingError, match="idpa_cnn.idx.seed0 .*epochs=1"):
+        train_seeds(recipe, [0, 2], ["epochs=2"], out=runs, cpu=True)
+    assert not (runs / "idpa_cnn.idx.seed2").exists()
+
+
+def test_a_damaged_folder_has_no_images_and_stops_no_other_run(tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").touch()
+    assert trained_images(tmp_path) == 0
+    with pytest.raises(CapszooError, match="recipe.yaml"):
+        find_runs([tmp_path])
+
+
+def test_mean_and_standard_deviation_by_hand() -> None:
+    runs = {
+        seed: {"metrics": {"test": {"top1": top1, "n": 100}}}
+        for seed, top1 in ((0, 90.0), (1, 92.0), (2, 94.0))
+    }
+    summary = seeds_summary("a.b", runs, 5)
+    assert summary["test"] == {"values": [90.0, 92.0, 94.0], "mean": 92.0, "sd": 2.0, "n": 100}
+    assert "validation" not in summary
+    assert "sd" not in seeds_summary("a.b", {0: runs[0]}, 5)["test"]
+
+
+@pytest.mark.parametrize(("seeds", "overrides"), [([0, 0], []), ([], []), ([1], ["seed=2"])])
+def test_seeds_that_cannot_be(tmp_path: Path, seeds: list[int], overrides: list[str]) -> None:
+    with pytest.raises(RecipeError, match="--seeds"):
+        train_seeds("idpa_cnn.mnist", seeds, overrides, out=tmp_path)

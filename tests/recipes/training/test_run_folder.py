@@ -386,7 +386,8 @@ def _two(run: Path) -> Path:
     + [_state(files=files) for files in ("[]", "null", "{}")]
     + [_state(step=step) for step in ('"x"', "null", "true", "-1", "1.5", "[]")]
     + [_state(seconds=seconds) for seconds in ('"x"', "null", "true", "-1", "Infinity", "NaN")]
-    + [_state(sums=sums) for sums in ('"abc"', "null", "[]", "[0, 0]", '[0, 0, "1"]')],
+    + [_state(sums=sums) for sums in ('"abc"', "null", "[]", "[0, 0]", '[0, 0, "1"]')]
+    + [_state(images=images) for images in ("[120]", '{"train": "120"}')],
 )
 def test_a_newest_state_of_another_shape_is_passed_over(tmp_path: Path, state: str) -> None:
     newest = _two(tmp_path)
