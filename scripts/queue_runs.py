@@ -248,8 +248,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     try:
-        if args.command in ("pack", "unpack"):
-            {"pack": pack, "unpack": unpack}[args.command](args.source, args.target)
+        if args.command == "pack":
+            pack(args.source, args.target)
+            return 0
+        if args.command == "unpack":
+            unpack(args.source, args.target)
             return 0
         items = read_queue()
         if unknown := set(args.recipes) - {item.tag for item in items}:

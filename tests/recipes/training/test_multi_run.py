@@ -77,12 +77,9 @@ def test_after_a_signal_a_failed_run_is_told_from_a_stopped_one(
     monkeypatch.setattr(multi_run, "STOP_SECONDS", 0.5)
     monkeypatch.setattr(multi_run, "LOOK_SECONDS", 0.05)
     # it must have begun to ignore the signal
-    threading.Timer(1.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    threading.Timer(2.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
     with pytest.raises(Stopped, match="^stopped 0 of 1 runs, 1 failed: hangs; "):
         multi_run.run_jobs([stuck])
-    printed = capsys.readouterr().out
-    assert "good: stopped: " in printed and "bad: failed (1): " in printed
-    assert "stopping: each run finishes its current update and saves a checkpoint" in printed
 
     tell, sent = multi_run._tell, list[bool]()
 
@@ -95,6 +92,9 @@ def test_after_a_signal_a_failed_run_is_told_from_a_stopped_one(
     monkeypatch.setattr(multi_run, "_tell", stop_after_failure)
     with pytest.raises(Stopped, match="^stopped 1 of 2 runs, 1 failed: bad; the same command resumes"):
         multi_run.run_jobs(jobs)
+    printed = capsys.readouterr().out
+    assert "good: stopped: " in printed and "bad: failed (1): " in printed
+    assert "stopping: each run finishes its current update and saves a checkpoint" in printed
 
 
 def test_mistakes_are_found_before_anything_starts(tmp_path: Path, data: Path) -> None:
