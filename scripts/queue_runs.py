@@ -33,19 +33,19 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # a plain checkout works too
 
-import torch  # noqa: E402
-import yaml  # noqa: E402
+import torch
+import yaml
 
-from capszoo.data.folders.common import usable_cores  # noqa: E402
-from capszoo.errors import CapszooError  # noqa: E402
-from capszoo.models._pretrained import bundled_tags  # noqa: E402
-from capszoo.recipes.config import load_recipe  # noqa: E402
-from capszoo.recipes.training.checkpoints import latest_checkpoint  # noqa: E402
-from capszoo.recipes.training.distributed import Stopped  # noqa: E402
-from capszoo.recipes.training.history import read_records  # noqa: E402
-from capszoo.recipes.training.multi_run import Job, run_jobs, train_arguments  # noqa: E402
-from capszoo.recipes.training.run_folder import compared_settings  # noqa: E402
-from capszoo.recipes.weights import SUFFIXES, finished_metadata, finished_run  # noqa: E402
+from capszoo._pretrained.files import bundled_tags
+from capszoo.data.folders.common import usable_cores
+from capszoo.errors import CapszooError
+from capszoo.recipes.config import load_recipe
+from capszoo.recipes.training.checkpoints import latest_checkpoint
+from capszoo.recipes.training.distributed import Stopped
+from capszoo.recipes.training.history import read_records
+from capszoo.recipes.training.multi_run import Job, run_jobs, train_arguments
+from capszoo.recipes.training.run_folder import compared_settings
+from capszoo.recipes.weights import SUFFIXES, finished_metadata, finished_run
 
 QUEUE = Path(__file__).with_name("queue.yaml")
 

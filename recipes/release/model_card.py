@@ -170,7 +170,9 @@ def model_card(
     from_paper = f" Paper: {', '.join(papers)}." if papers else ""
     about = public(stated.description, "description") or f"{info.architecture} trained on {title}"
     start = began_with(info)
-    trained = f"Fine-tuned from `{public_start(start)}` on" if start and not trained_further(info) else "Trained on"
+    trained = (
+        f"Fine-tuned from `{public_start(start)}` on" if start and not trained_further(info) else "Trained on"
+    )
     shown = ", ".join(labels[:20]) + (
         f" and {len(labels) - 20} more (`{LABELS}`)" if len(labels) > 20 else ""
     )

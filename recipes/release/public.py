@@ -47,7 +47,7 @@ def public_start(weights: str) -> str:
         return BACKBONE + public_start(weights.removeprefix(BACKBONE))
     folder, _, last = weights.rpartition("/")
     # folders of the zoo's own recipes, which name no one
-    ours = folder in ("", "runs", "unfinished") and last.removesuffix(".safetensors") in checkpoints()
+    ours = folder in ("", "runs") and last.removesuffix(".safetensors") in checkpoints()
     known = ours or weights in architectures() or is_model(weights)
     return weights if known or weights.startswith(("hf-hub:", "hf_hub:")) else PRIVATE
 

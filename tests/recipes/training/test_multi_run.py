@@ -52,7 +52,7 @@ def test_each_trains_as_it_would_alone_and_one_that_fails_leaves_the_other_alone
         train_together([good, bad], out=tmp_path / "runs", cpu=True)
     printed = capsys.readouterr().out
     assert "idpa_cnn.bad: failed (1): error: 100 training images do not fill one batch" in printed
-    assert "idpa_cnn.good: finished: test: top-1" in printed
+    assert "idpa_cnn.good: finished: " in printed
     assert "do not fill" in (tmp_path / "runs" / "idpa_cnn.bad.log").read_text()
     alone = train(good, out=tmp_path / "alone", cpu=True)
     a, b = load_file(alone["weights"]), load_file(tmp_path / "runs" / "idpa_cnn.good" / alone["weights"].name)
