@@ -54,7 +54,6 @@ import capszoo
 from capszoo._utils.devices import inductor_options
 from capszoo.layers.capconv import CapConv, CoefficientConv2d, MasterAide, SquashGroups
 from capszoo.layers.engine import Reference
-from capszoo.layers.engine_choice import use_engines
 
 YARDSTICK = "resnet18_cifar"
 
@@ -155,14 +154,14 @@ def multiply_adds(spec: str) -> float:
     """Millions of multiply-adds of an image's forward pass, in matrix products and convolutions.
 
     Products with the zeros between capsule channels that are convolved together (capConv's coefficients) do not count.
-    Routings are counted as their references: the counter does not see into the operators of other engines.
+    Routings are counted as their references.
     """
     model, size = build(spec)
     for module in model.modules():
         if isinstance(module, CoefficientConv2d):
             module.together = 1
     counter = FlopCounterMode(display=False)
-    with torch.inference_mode(), use_engines("reference"), counter:
+    with torch.no_grad(), counter:
         model.eval()(torch.rand(1, *size))
     return counter.get_total_flops() / 2e6
 

@@ -13,7 +13,7 @@ from ._pretrained.catalogue import weights_entry
 from ._pretrained.files import named_weights
 from ._pretrained.info import WeightsInfo
 from .checkpoint import refused_arguments, resolve
-from .layers import engine_report, use_engines
+from .layers import engine_report
 from .models._factory import ModelInfo, create_model, describe, list_models, model_info
 from .models._inspect import evaluating, iteration_attributes, routing_iterations
 from .models._papers import PAPERS, PaperFigure
@@ -66,8 +66,8 @@ class ModelSummary:
 def count_multiply_adds(model: nn.Module, input_size: tuple[int, int, int] | None = None) -> int:
     """Multiply-adds of one image in convolutions and matrix products, as PyTorch's counter counts them.
 
-    Elementwise work (squash, softmax, norms) is not counted, and routings are counted as their references: the counter
-    does not see into the operators of other engines. For a model on the meta device nothing is computed.
+    Elementwise work (squash, softmax, norms) is not counted, and routings are counted as their references. For a model
+    on the meta device nothing is computed.
 
     Args:
         model: any model; run once in eval mode.
@@ -76,7 +76,7 @@ def count_multiply_adds(model: nn.Module, input_size: tuple[int, int, int] | Non
     size = input_size or model_input_size(model)
     like = next(model.parameters())
     counter = FlopCounterMode(display=False)
-    with evaluating(model), torch.no_grad(), use_engines("reference"), counter:
+    with evaluating(model), torch.no_grad(), counter:
         model(torch.zeros(1, *size, device=like.device, dtype=like.dtype))
     return counter.get_total_flops() // 2
 

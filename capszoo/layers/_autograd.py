@@ -1,4 +1,4 @@
-"""Engines that can be differentiated only once, because their gradient is computed by an operator or by hand."""
+"""What all engines with an operator or a gradient written by hand share: the limits of differentiation, FLOP counts."""
 
 import functools
 from collections.abc import Callable
@@ -7,8 +7,35 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C import _functorch as functorch
+from torch.utils.flop_counter import register_flop_formula
 
-__all__ = ["differentiable_once", "refuse_batched_gradient", "refuse_second_gradient"]
+__all__ = ["count_as_reference", "differentiable_once", "refuse_batched_gradient", "refuse_second_gradient"]
+
+
+def count_as_reference(forward: Any = None, backward: Any = None) -> Callable[..., Callable[..., int]]:
+    """Decorate a formula: the multiply-adds of an operator, for ``torch.utils.flop_counter``.
+
+    An engine may form votes again, or skip products with zeros. Its operators count what the reference computes in
+    their place, so that a model has one count. The gradient of a matrix product is two products of its size.
+
+    Args:
+        forward, backward: the operators; the formula is called with their arguments, tensors as shapes.
+    """
+
+    def register(formula: Callable[..., int]) -> Callable[..., int]:
+        for operator, flops in ((forward, 2), (backward, 4)):
+            if operator is not None:
+                register_flop_formula(operator._opoverload.overloadpacket)(_times(flops, formula))
+        return formula
+
+    return register
+
+
+def _times(flops: int, formula: Callable[..., int]) -> Callable[..., int]:
+    def count(*given: Any, out_shape: Any = None) -> int:
+        return flops * formula(*given)
+
+    return count
 
 
 def refuse_second_gradient(backward: Any) -> None:

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, library, nn
 
-from ._autograd import refuse_second_gradient
+from ._autograd import count_as_reference, refuse_second_gradient
 from ._native import does_not_build, not_native
 from ._native.build import load
 from ._native.call import arguments, in_threads
@@ -182,3 +182,19 @@ def _backward(ctx: Any, grad: Tensor) -> Tuple[Optional[Tensor], Optional[Tensor
 strided_conv.register_autograd(_backward, setup_context=_keep)
 refuse_second_gradient(_input_gradient)
 refuse_second_gradient(_weight_gradient)
+
+
+@count_as_reference(strided_conv)
+def _multiply_adds(x: Any, weight: Any, bias: Any, stride: int) -> int:
+    rows, columns = ((size - weight[2]) // stride + 1 for size in x[2:])
+    return x[0] * rows * columns * math.prod(weight)
+
+
+@count_as_reference(_input_gradient)
+def _multiply_adds_of_input(grad: Any, weight: Any, *rest: Any) -> int:
+    return math.prod(grad) * math.prod(weight[1:])
+
+
+@count_as_reference(_weight_gradient)
+def _multiply_adds_of_weight(grad: Any, x: Any, kernel: int, stride: int) -> int:
+    return math.prod(grad) * x[1] * kernel**2

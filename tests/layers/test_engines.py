@@ -20,6 +20,7 @@ from torch._library.custom_ops import OPDEFS
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from capszoo import create_model
 from capszoo.layers import (
@@ -41,8 +42,10 @@ from capszoo.layers import (
     engine_report,
 )
 from capszoo.layers._native.build import compiler
+from capszoo.layers._triton.ops import fused_pass
 from capszoo.layers.engine import Engine, Reference, RoutingLayer
 from capszoo.layers.engine_choice import TARGETS, record_engines, use_engines
+from capszoo.layers.idpa.blocked import idpa_pass
 from capszoo.layers.tuning import TUNING, tuned
 
 F64 = torch.float64
@@ -602,6 +605,45 @@ def test_batched_gradients_name_the_remedy(case: Case, engine: type[Engine]) -> 
         torch.autograd.grad(
             out, x, torch.ones(2, *out.shape, dtype=out.dtype), is_grads_batched=True, allow_unused=True
         )
+
+
+#: engines in plain operations that compute something twice; a product with a buffer, which has one gradient
+UNCOUNTED = ("em, shared: blocked", "dynamic, random start: blocked")
+#: not those for exported graphs, nor those that refuse the hooks by which PyTorch's counter finds modules
+COUNTED = [
+    p
+    for p in PAIRS
+    if not p.values[1].targets and not str(p.id).startswith("capconv") and p.id not in UNCOUNTED  # type: ignore[attr-defined]
+]
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize(("case", "engine"), COUNTED)
+def test_flops_are_those_of_the_reference(case: Case, engine: type[Engine], training: bool) -> None:
+    counts = []
+    for name in ("reference", engine.name):
+        module, x = case.module(), [t.detach().requires_grad_(training) for t in case.inputs(7)]
+        with FlopCounterMode(display=False) as counter, torch.set_grad_enabled(training):
+            values = routed(case, name, module, x)
+            if training:
+                torch.stack([t.sum() for t in values if t.requires_grad]).sum().backward()
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1] > 0
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+def test_flops_of_the_fused_iteration_are_those_of_the_blocked_one(fresh: bool) -> None:
+    children, weight = torch.empty(2, 5, 4, 3, 6, device="meta"), torch.empty(12, 3, 4, 3, device="meta")
+    parents = torch.empty(24, 4, 6, device="meta")  # 4x3 positions, windows of 2x2 places
+    counts = []
+    for window in (True, False):
+        with FlopCounterMode(display=False) as counter:
+            if window:
+                fused_pass(children, weight, parents, False, False, 1.0, 2, 1, "none", None, None, 0.0, fresh)
+            else:
+                idpa_pass(torch.empty(24, 12, 2, 3, device="meta"), weight, parents, fresh, False)
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1] > 0
 
 
 # -- choice -------------------------------------------------------------------------------------------------------

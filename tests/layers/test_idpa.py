@@ -342,8 +342,10 @@ def test_the_operator_is_sound() -> None:
             torch.randn(s, dtype=F64, requires_grad=True) for s in ((4, 6, 2, 2), (6, 2, j, 2), (4, j, 4))
         ]
         with tuned(idpa_block_votes=150):
-            library.opcheck(blocked.idpa_pass, (*tensors, want))
-            torch.autograd.gradcheck(lambda *t, want=want: blocked.idpa_pass(*t, want)[: 1 + want], tensors)
+            library.opcheck(blocked.idpa_pass, (*tensors, True, want))
+            torch.autograd.gradcheck(
+                lambda *t, want=want: blocked.idpa_pass(*t, True, want)[: 1 + want], tensors
+            )
 
 
 def test_a_block_fits_the_cache() -> None:

@@ -116,7 +116,7 @@ def normal(*size: int) -> torch.Tensor:
     return torch.randn(*size, dtype=torch.float64).requires_grad_()
 
 
-def pass_arguments(squares: bool, even: bool = False) -> tuple[Any, ...]:
+def pass_arguments(squares: bool, even: bool = False, pull: bool = True) -> tuple[Any, ...]:
     """Arguments of :func:`routing_pass`: seven routings of 21 children and three parents."""
     n, i, j = 7, 21, 3
     tensors: list[Any] = [
@@ -125,9 +125,9 @@ def pass_arguments(squares: bool, even: bool = False) -> tuple[Any, ...]:
         weight_in_lanes(normal(i, 3, j, 3)),
     ]
     tensors += [normal(n, j, 9), normal(n, j, 9) if squares and not even else None]
-    tensors += [None, None] if even else [normal(n, j, 9), normal(n, j)]
+    tensors += [normal(n, j, 9) if pull and not even else None, None if even else normal(n, j)]
     leaves = [t if t is None else t.detach().requires_grad_() for t in tensors]
-    return (*leaves, 0.01, i, squares, True)
+    return (*leaves, 0.01, i, squares, True, True)
 
 
 def dynamic_arguments() -> tuple[Any, ...]:
@@ -141,6 +141,7 @@ OPERATORS = [
     pytest.param(routing_pass, lambda: pass_arguments(True), id="squares"),
     pytest.param(routing_pass, lambda: pass_arguments(False), id="no squares"),
     pytest.param(routing_pass, lambda: pass_arguments(True, even=True), id="even"),
+    pytest.param(routing_pass, lambda: pass_arguments(True, pull=False), id="no pull"),
     pytest.param(dynamic_in_lanes, dynamic_arguments, id="dynamic"),
 ]
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import library, nn
 from torch._dynamo.backends.debugging import aot_eager
+from torch.utils.flop_counter import FlopCounterMode
 
 import capszoo
 from capszoo.layers import PrimaryCaps2d, use_engines
@@ -38,6 +39,22 @@ def gradients(layer: nn.Module, x: torch.Tensor, seed: torch.Tensor, autocast: b
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         y = layer(x)
     return [y, *torch.autograd.grad(y, [x, *layer.parameters()], seed.to(y.dtype))]
+
+
+def test_flops_are_those_of_the_convolution() -> None:
+    counts, layer = [], StridedConv2d(3, 4, 10, 3)
+    for engines in ((), ("reference",)):
+        x = torch.randn(2, 3, 13, 17, requires_grad=True)
+        with (
+            FlopCounterMode(display=False) as counter,
+            use_engines(*engines),
+            torch.autocast("cpu", torch.bfloat16),
+        ):
+            y = layer(x)
+            assert ("strided_conv" in str(y.grad_fn)) == (not engines)
+            y.sum().backward()
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1] > 0
 
 
 def error(found: torch.Tensor, expected: torch.Tensor) -> float:

@@ -11,7 +11,7 @@ from typing import Any, Dict, Optional, Tuple
 import torch
 from torch import Tensor, library
 
-from .._autograd import refuse_second_gradient
+from .._autograd import count_as_reference, refuse_second_gradient
 from ..squash import squared_lengths, squash, squash_gradient
 from .build import load
 from .call import arguments, in_threads
@@ -177,3 +177,15 @@ def _backward(ctx: Any, *given: Optional[Tensor]) -> Tuple[Optional[Tensor], ...
 
 dynamic_in_lanes.register_autograd(_backward, setup_context=_keep)
 refuse_second_gradient(_dynamic_in_lanes_backward)
+
+
+@count_as_reference(dynamic_in_lanes)
+def _multiply_adds(x: Any, weight: Any, first: Any, num_iters: int) -> int:
+    return (
+        2 * (num_iters - 1) * x[0] * x[1] * weight[2]
+    )  # agreement and weighted sum; `first` counts as the votes
+
+
+@count_as_reference(backward=_dynamic_in_lanes_backward)
+def _multiply_adds_backward(x: Any, weight: Any, couplings: Any, *rest: Any) -> int:
+    return x[0] * x[1] * weight[2] * (x[2] + 2 * couplings[0])

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, library
 
-from .._autograd import refuse_batched_gradient, refuse_second_gradient
+from .._autograd import count_as_reference, refuse_batched_gradient, refuse_second_gradient
 from .build import load
 from .call import arguments, in_threads, parts_of
 
@@ -65,6 +65,7 @@ def routing_pass(
     idle: float,
     children: int,
     squares: bool,
+    fresh: bool,
     need_couplings: bool,
 ) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
     """Couplings of one iteration, and the moments of the votes that they weight.
@@ -79,12 +80,14 @@ def routing_pass(
         rows: ``[n, c, p, q, l]``, float32 or float64.
         activations: ``[n, c, l]``.
         weight: ``[c, j, q, r, l]``.
-        mean, precision, pull: ``[n, j, h]``; without ``pull``, couplings are even. ``precision`` is read with
-            ``squares`` alone.
-        height: ``[n, j]``.
+        mean, precision, pull: ``[n, j, h]``. ``precision`` is read with ``squares`` alone, where ``pull`` may be absent
+            if it is zero.
+        height: ``[n, j]``; without it, couplings are even.
         idle: added to every weight.
         children: number of children without padding.
         squares: whether the last result is computed.
+        fresh: whether these children were not in the iteration before: the reference forms their votes now. Only the
+            count of floating-point operations reads it.
         need_couplings: whether to return the couplings.
 
     Returns:
@@ -107,7 +110,7 @@ def routing_pass(
 def _(
     rows: Tensor, activations: Tensor, weight: Tensor, mean: Tensor, *rest: Any
 ) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _results(mean, *rest[-3:])
+    return _results(mean, rest[4], rest[5], rest[7])
 
 
 def _results(
@@ -135,6 +138,7 @@ def _routing_pass_backward(
     idle: float,
     children: int,
     squares: bool,
+    fresh: bool,
     mass: Tensor,
     sums: Tensor,
     grad_mass: Tensor,
@@ -197,7 +201,7 @@ def pass_sizes(rows: int, inner: int, cols: int, squares: bool) -> Dict[str, int
 def _keep(ctx: Any, inputs: Tuple[Any, ...], output: Tuple[Tensor, ...]) -> None:
     ctx.save_for_backward(*inputs[:7], *output[:2])
     ctx.set_materialize_grads(False)
-    ctx.idle, ctx.children, ctx.squares, ctx.need_couplings = inputs[7:11]
+    ctx.idle, ctx.children, ctx.squares, ctx.fresh, ctx.need_couplings = inputs[7:12]
 
 
 def _backward(ctx: Any, *given: Optional[Tensor]) -> Tuple[Optional[Tensor], ...]:
@@ -209,6 +213,7 @@ def _backward(ctx: Any, *given: Optional[Tensor]) -> Tuple[Optional[Tensor], ...
         ctx.idle,
         ctx.children,
         ctx.squares,
+        ctx.fresh,
         mass,
         sums,
         torch.zeros_like(mass) if grad_mass is None else grad_mass,
@@ -216,8 +221,31 @@ def _backward(ctx: Any, *given: Optional[Tensor]) -> Tuple[Optional[Tensor], ...
         torch.zeros_like(sums) if ctx.squares and grad_squares is None else grad_squares,
         grad_couplings if ctx.need_couplings else None,
     )
-    return (*(None if t is None else g for t, g in zip(tensors, grads, strict=True)), *[None] * 4)
+    return (*(None if t is None else g for t, g in zip(tensors, grads, strict=True)), *[None] * 5)
 
 
 routing_pass.register_autograd(_backward, setup_context=_keep)
 refuse_second_gradient(_routing_pass_backward)
+
+
+@count_as_reference(routing_pass, _routing_pass_backward)
+def _multiply_adds(
+    rows: Any,
+    _a: Any,
+    _w: Any,
+    mean: Any,
+    _p: Any,
+    pull: Any,
+    height: Any,
+    _i: Any,
+    children: int,
+    *rest: Any,
+) -> int:
+    squares, fresh = rest[:2]
+    (count, parents, dim), (pose_rows, inner) = mean, rows[2:4]
+    votes = count * children * parents * dim
+    if not squares:  # IDPA: the votes, their agreement, their weighted sum
+        return votes * (inner * fresh + 2)
+    if height is None:  # EM: the votes by block-diagonal transforms, their squares weighted evenly
+        return votes * (pose_rows * inner * fresh + 1)
+    return votes * (3 if pull is None else 4)  # the distance (and the pull), two weighted moments

@@ -24,7 +24,7 @@ inline vec added(const vec (&x)[R]) {
 // What one routing reads
 struct Routing {
     const SCALAR *rows, *activations, *weight;      // [c, p, q, l], [c, l], [c, j, q, r, l]
-    const SCALAR *mean, *precision, *pull, *height;  // [j, h] three times, [j]; no pull: even couplings
+    const SCALAR *mean, *precision, *pull, *height;  // [j, h] three times, [j]; no height: even couplings; no pull: zero
     int64_t children, parents;
     SCALAR idle;
 
@@ -39,7 +39,8 @@ struct Routing {
         one.activations += n * padded();
         one.mean += poses;
         if (precision) one.precision += poses;
-        if (pull) one.pull += poses, one.height += n * parents;
+        if (pull) one.pull += poses;
+        if (height) one.height += n * parents;
         return one;
     }
 
@@ -63,18 +64,21 @@ struct Routing {
                     for (int r = 0; r < R; ++r)
                         sum[r] += load(u + (p * Q + q) * STRIDE) * load(t + (q * R + r) * STRIDE);
                 for (int r = 0; r < R; ++r) v[p * R + r] = sum[r];
-                if (!pull) continue;
-                const SCALAR* toward = pull + j * H + p * R;
+                if (!height) continue;
+                [[maybe_unused]] const SCALAR* toward = pull + (pull ? j * H + p * R : 0);
 #if SQUARES
                 const SCALAR* sharp = precision + j * H + p * R;
-                for (int r = 0; r < R; ++r) logit[r] += sum[r] * (toward[r] - sum[r] * sharp[r]);
+                if (pull)
+                    for (int r = 0; r < R; ++r) logit[r] += sum[r] * (toward[r] - sum[r] * sharp[r]);
+                else
+                    for (int r = 0; r < R; ++r) logit[r] -= sum[r] * (sum[r] * sharp[r]);
 #else
                 for (int r = 0; r < R; ++r) logit[r] += sum[r] * toward[r];
 #endif
             }
-            coupling[j] = pull ? added(logit) + height[j] : splat(SCALAR(1) / parents);
+            coupling[j] = height ? added(logit) + height[j] : splat(SCALAR(1) / parents);
         }
-        if (pull) softmax(coupling, parents);
+        if (height) softmax(coupling, parents);
     }
 
     vec active(int64_t c) const { return load(activations + place(c, 1)); }
@@ -177,11 +181,11 @@ extern "C" void routing_pass_backward(
             }
             store(grad_activations + n * routing.padded() + place(c, 1), g_active);
             for (int64_t j = 0; j < parents; ++j) {
-                g_logit[j] = pull ? w[j] * (g[j] - mean_g) : vec{};
+                g_logit[j] = height ? w[j] * (g[j] - mean_g) : vec{};
                 heavy.start[j] += g_logit[j];
                 w[j] = present * (w[j] * active + routing.idle);
             }
-            if (pull) add_moments(votes.start, g_logit, one.start, two.start, parents);
+            if (height) add_moments(votes.start, g_logit, one.start, two.start, parents);
             // gradients of the votes, of poses and transforms
             const SCALAR* u = routing.rows + place(c, P * Q);
             vec g_rows[P * Q] = {};
@@ -195,10 +199,8 @@ extern "C" void routing_pass_backward(
                     g_v[h] = w[j] * g1[h];
 #if SQUARES
                     vec twice = w[j] * g_squares[j * H + h];
-                    if (pull) {
-                        g_v[h] += g_logit[j] * routing.pull[j * H + h];
-                        twice -= g_logit[j] * routing.precision[j * H + h];
-                    }
+                    if (pull) g_v[h] += g_logit[j] * routing.pull[j * H + h];
+                    if (height) twice -= g_logit[j] * routing.precision[j * H + h];
                     g_v[h] += (v[h] + v[h]) * twice;
 #else
                     if (pull) g_v[h] += g_logit[j] * routing.pull[j * H + h];
@@ -221,16 +223,18 @@ extern "C" void routing_pass_backward(
         // the votes are about `mean`: its gradient is minus their sum, which the sums above determine
         SCALAR* g_mean = grad_mean + n * poses;
         for (int64_t j = 0; j < parents; ++j) {
-            const SCALAR g_height = pull ? total(heavy.start[j]) : 0;
-            if (pull) grad_height[n * parents + j] = g_height;
+            const SCALAR g_height = height ? total(heavy.start[j]) : 0;
+            if (height) grad_height[n * parents + j] = g_height;
             for (int h = 0; h < H; ++h) {
                 const int64_t k = j * H + h;
                 SCALAR sum = g_sums[k] * mass[n * parents + j];
                 if (SQUARES) sum += 2 * g_squares[k] * sums[n * poses + k];
-                if (pull) {
+                if (height) {
                     const SCALAR g_pull = total(one.start[k]);
-                    grad_pull[n * poses + k] = g_pull;
-                    sum += routing.pull[k] * g_height;
+                    if (pull) {
+                        grad_pull[n * poses + k] = g_pull;
+                        sum += routing.pull[k] * g_height;
+                    }
                     if (SQUARES) {
                         grad_precision[n * poses + k] = -total(two.start[k]);
                         sum -= 2 * routing.precision[k] * g_pull;

@@ -8,7 +8,7 @@ from typing import Any, Optional, Tuple
 import torch
 from torch import Tensor, library
 
-from .._autograd import refuse_second_gradient
+from .._autograd import count_as_reference, refuse_second_gradient
 
 __all__ = ["fused_norm", "fused_pass"]
 
@@ -27,6 +27,7 @@ def fused_pass(
     norm_weight: Optional[Tensor],
     norm_bias: Optional[Tensor],
     eps: float,
+    fresh: bool = True,
 ) -> Tuple[Tensor, Tensor, Tensor]:
     """One iteration of IDPA: couplings from the current parents, weighted sums of votes, norm.
 
@@ -44,6 +45,7 @@ def fused_pass(
         norm: applied to the sums: ``"none"`` or ``"layer"`` (LayerNorm over e).
         norm_weight, norm_bias: of the LayerNorm, ``[e]``, of any dtype; else None.
         eps: of the LayerNorm.
+        fresh: as in :func:`.routing_pass`.
 
     Returns:
         Poses ``[n, j, e]``, couplings ``[n, c, j]`` and sums of votes ``[n, j, e]``, in the dtype of the children; the
@@ -75,6 +77,7 @@ def fused_pass_backward(
     scale: float,
     kernel: int,
     stride: int,
+    fresh: bool = True,
 ) -> Tuple[Tensor, Tensor, Tensor]:
     """Gradients of :func:`fused_pass` for its first three tensors; recomputes votes and couplings.
 
@@ -151,7 +154,7 @@ def _affine_gradients(affine: Tensor) -> Tuple[Optional[Tensor], Optional[Tensor
 
 def _save_pass(ctx: Any, inputs: Tuple[Any, ...], output: Tuple[Tensor, Tensor, Tensor]) -> None:
     children, weight, parents, ctx.want_couplings, _, ctx.scale, ctx.kernel, ctx.stride = inputs[:8]
-    ctx.norm, norm_weight, norm_bias, ctx.eps = inputs[8:]
+    ctx.norm, norm_weight, norm_bias, ctx.eps, ctx.fresh = inputs[8:]
     ctx.save_for_backward(children, weight, parents, norm_weight, norm_bias, output[2])
     ctx.set_materialize_grads(False)
 
@@ -178,12 +181,28 @@ def _pass_backward(
         ctx.scale,
         ctx.kernel,
         ctx.stride,
+        ctx.fresh,
     )
-    return (*grads, *[None] * 6, *_affine_gradients(affine), None)
+    return (*grads, *[None] * 6, *_affine_gradients(affine), None, None)
 
 
 fused_pass.register_autograd(_pass_backward, setup_context=_save_pass)
 refuse_second_gradient(fused_pass_backward)
+
+
+@count_as_reference(fused_pass)
+def _multiply_adds(children: Any, weight: Any, parents: Any, *rest: Any) -> int:
+    return _of_pass(weight, parents, rest[9] if len(rest) > 9 else True)  # a default is not passed on
+
+
+@count_as_reference(backward=fused_pass_backward)
+def _multiply_adds_backward(children: Any, weight: Any, parents: Any, *rest: Any) -> int:
+    return _of_pass(weight, parents, rest[5] if len(rest) > 5 else True)
+
+
+def _of_pass(weight: Any, parents: Any, fresh: bool) -> int:
+    votes = parents[0] * weight[0] * parents[1] * parents[2]
+    return votes * (weight[1] * fresh + 2)  # the votes, their agreement, their weighted sum
 
 
 def _save_norm(ctx: Any, inputs: Tuple[Any, ...], output: Tensor) -> None:

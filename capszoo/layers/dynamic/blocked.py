@@ -19,7 +19,7 @@ from typing import Any, Optional, Tuple
 import torch
 from torch import Tensor, library
 
-from .._autograd import refuse_second_gradient
+from .._autograd import count_as_reference, refuse_second_gradient
 from .._precision import upcast_half, wide_type
 from ..squash import squared_lengths, squash, squash_gradient
 from ..tuning import TUNING
@@ -217,6 +217,17 @@ def _backward(ctx: Any, *given: Optional[Tensor]) -> Tuple[Optional[Tensor], ...
 
 route_votes.register_autograd(_backward, setup_context=_keep)
 refuse_second_gradient(_route_votes_backward)
+
+
+@count_as_reference(route_votes)
+def _multiply_adds(x: Any, weight: Any, start: Any, out_caps: int, num_iters: int, axis: int) -> int:
+    later = 2 * (num_iters - 1) + (start is not None)  # agreements and weighted sums
+    return x[0] * x[1] * weight[2] * (x[2] + later)
+
+
+@count_as_reference(backward=_route_votes_backward)
+def _multiply_adds_backward(x: Any, weight: Any, start: Any, couplings: Any, *rest: Any) -> int:
+    return _multiply_adds(x, weight, start, 0, couplings[0] + 1, 0)
 
 
 def _results(

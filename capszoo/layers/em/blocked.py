@@ -9,7 +9,7 @@ from typing import Any, List, Optional, Tuple
 import torch
 from torch import Tensor, library
 
-from .._autograd import differentiable_once, refuse_second_gradient
+from .._autograd import count_as_reference, differentiable_once, refuse_second_gradient
 from ..tuning import TUNING
 from .routing import route_moments
 from .steps import Settings, first_weights
@@ -219,6 +219,15 @@ def _backward(ctx: Any, *given: Optional[Tensor]) -> Tuple[Optional[Tensor], ...
 
 em_windows.register_autograd(_backward, setup_context=_keep)
 refuse_second_gradient(_em_windows_backward)
+
+
+@count_as_reference(em_windows, _em_windows_backward)
+def _multiply_adds(poses: Any, _a: Any, weight: Any, _v: Any, _b: Any, num_iters: int, *rest: Any) -> int:
+    count, children, dim = poses
+    size, parents = weight[1:3]
+    later = 3 + 4 * (num_iters - 2) if num_iters > 1 else 0
+    # the mean of the votes before they are formed, the votes, and their moments and distances
+    return count * children * parents * dim * (size + dim + 1 + later)
 
 
 def _gradients(

@@ -34,11 +34,11 @@ def native_routing(
         weight_in_lanes(weight),
         mean,
     )
-    options = (eps / parents, children, True)
+    options = (eps / parents, children, True)  # read the squares too
     last = num_iters == 1
     # t = 0: even couplings
     mass, _, second, couplings = routing_pass(
-        *given, None, None, None, *options, need_couplings and last
+        *given, None, None, None, *options, True, need_couplings and last
     )  # the mass is the same for every parent
     variance = (second / mass.unsqueeze(2)).clamp_min(var_floor)
     least = (VAR_SHARE * variance).clamp_min(var_floor)
@@ -47,10 +47,13 @@ def native_routing(
     for t in range(1, num_iters):
         # E-step: distance = sum_h (V - mu)^2 / 2 sigma^2, expanded about the first mean
         precision = 0.5 / variance
-        pull = 2.0 * precision * shift
-        height = log_weight(logits, log_sigma) - 0.5 * (pull * shift).sum(dim=2)
+        height = log_weight(logits, log_sigma)
+        pull: Optional[Tensor] = None
+        if t > 1:  # else mu is the first mean itself
+            pull = 2.0 * precision * shift
+            height = height - 0.5 * (pull * shift).sum(dim=2)
         mass, first, second, couplings = routing_pass(
-            *given, precision, pull, height, *options, need_couplings and t == num_iters - 1
+            *given, precision, pull, height, *options, False, need_couplings and t == num_iters - 1
         )
         # M-step
         shift = first / mass.unsqueeze(2)

@@ -5,7 +5,7 @@ from typing import Any, Optional, Tuple
 import torch
 from torch import Tensor, library
 
-from .._autograd import refuse_second_gradient
+from .._autograd import count_as_reference, refuse_second_gradient
 from .._precision import upcast_half
 from ..tuning import TUNING
 
@@ -60,7 +60,7 @@ class Workspace:
 
 @library.custom_op("capszoo::idpa_pass", mutates_args=())
 def idpa_pass(
-    children: Tensor, weight: Tensor, parents: Tensor, need_couplings: bool
+    children: Tensor, weight: Tensor, parents: Tensor, fresh: bool, need_couplings: bool
 ) -> Tuple[Tensor, Tensor]:
     """One iteration of Procedure 1 in which votes exist only for the current block.
 
@@ -71,6 +71,7 @@ def idpa_pass(
         children: ``[n, i, p, q]``.
         weight: ``[i, q, j, r]``.
         parents: ``[n, j, e]``, times the scale of the agreement.
+        fresh: as in :func:`.routing_pass`.
         need_couplings: return the couplings too.
 
     Returns:
@@ -98,7 +99,12 @@ def idpa_pass(
 
 @library.custom_op("capszoo::idpa_pass_backward", mutates_args=())
 def _idpa_pass_backward(
-    children: Tensor, weight: Tensor, parents: Tensor, grad_sums: Tensor, grad_couplings: Optional[Tensor]
+    children: Tensor,
+    weight: Tensor,
+    parents: Tensor,
+    fresh: bool,
+    grad_sums: Tensor,
+    grad_couplings: Optional[Tensor],
 ) -> Tuple[Tensor, Tensor, Tensor]:
     """Gradients of :func:`idpa_pass` for its three tensors; recomputes the votes and couplings of each block."""
     n, i, rows, inner = children.shape
@@ -137,15 +143,15 @@ def _idpa_pass_backward(
 
 
 @idpa_pass.register_fake
-def _(children: Tensor, weight: Tensor, parents: Tensor, need_couplings: bool) -> Tuple[Tensor, Tensor]:
+def _(
+    children: Tensor, weight: Tensor, parents: Tensor, fresh: bool, need_couplings: bool
+) -> Tuple[Tensor, Tensor]:
     shape = (children.shape[0], children.shape[1], parents.shape[1]) if need_couplings else (0,)
     return children.new_empty(parents.shape), children.new_empty(shape)
 
 
 @_idpa_pass_backward.register_fake
-def _(
-    children: Tensor, weight: Tensor, parents: Tensor, grad_sums: Tensor, grad_couplings: Optional[Tensor]
-) -> Tuple[Tensor, Tensor, Tensor]:
+def _(children: Tensor, weight: Tensor, parents: Tensor, *rest: Any) -> Tuple[Tensor, Tensor, Tensor]:
     return (
         children.new_empty(children.shape),
         weight.new_empty(weight.shape),
@@ -156,7 +162,7 @@ def _(
 def _save_for_backward(ctx: Any, inputs: Tuple[Any, ...], output: Tuple[Tensor, Tensor]) -> None:
     ctx.save_for_backward(*inputs[:3])
     ctx.set_materialize_grads(False)
-    ctx.need_couplings = inputs[3]
+    ctx.fresh, ctx.need_couplings = inputs[3:]
 
 
 def _backward(ctx: Any, grad_sums: Optional[Tensor], grad_couplings: Optional[Tensor]) -> Tuple[Any, ...]:
@@ -165,8 +171,14 @@ def _backward(ctx: Any, grad_sums: Optional[Tensor], grad_couplings: Optional[Te
         grad_sums = torch.zeros_like(parents)
     if not ctx.need_couplings:
         grad_couplings = None
-    return (*_idpa_pass_backward(children, weight, parents, grad_sums, grad_couplings), None)
+    return (*_idpa_pass_backward(children, weight, parents, ctx.fresh, grad_sums, grad_couplings), None, None)
 
 
 idpa_pass.register_autograd(_backward, setup_context=_save_for_backward)
 refuse_second_gradient(_idpa_pass_backward)
+
+
+@count_as_reference(idpa_pass, _idpa_pass_backward)
+def _multiply_adds(children: Any, weight: Any, parents: Any, fresh: bool, *rest: Any) -> int:
+    votes = children[0] * children[1] * parents[1] * parents[2]
+    return votes * (children[3] * fresh + 2)  # the votes, their agreement, their weighted sum

@@ -39,6 +39,9 @@ class Iterated(Engine):
 
     keeps_votes = False
 
+    #: whether the children of an iteration were not those of the one before
+    fresh = True
+
     def __init__(self, layer: Any, call: Call) -> None:
         self.layer = layer
 
@@ -59,7 +62,8 @@ class Iterated(Engine):
                 new = work.first(inputs[0])
             else:
                 wanted = min(max(s - 1, 0), len(inputs) - 1)
-                if wanted != read:
+                work.fresh = wanted != read
+                if work.fresh:
                     read, given = wanted, work.read(inputs[wanted])
                 parents = poses[s - 1] if s > 0 else layer.start.expand(layer.routings(inputs[0]), -1, -1)
                 new, couplings = work.iterate(given, parents, call.couplings and s == call.num_iters - 1)
@@ -126,7 +130,9 @@ class Blocked(Iterated):
     def iterate(
         self, given: List[Tensor], parents: Tensor, need_couplings: bool
     ) -> Tuple[Tensor, Optional[Tensor]]:
-        sums, couplings = idpa_pass(given[0], self.weight, parents * self.layer.scale, need_couplings)
+        sums, couplings = idpa_pass(
+            given[0], self.weight, parents * self.layer.scale, self.fresh, need_couplings
+        )
         return self.layer._normalise(sums), couplings.transpose(1, 2) if need_couplings else None
 
 
@@ -173,8 +179,9 @@ class Native(Iterated):
         toward = (parents * layer.scale).to(self.dtype)
         mean, height = torch.zeros_like(toward), torch.zeros_like(toward[:, :, 0])
         _, sums, _, couplings = routing_pass(
-            *given, self.weight, mean, None, toward, height, 0.0, layer.num_children, False, need_couplings
-        )
+            *given, self.weight, mean, None, toward, height, 0.0, layer.num_children, False, self.fresh,
+            need_couplings,
+        )  # fmt: skip
         return layer._normalise(sums.to(self.child_type)), couplings if need_couplings else None
 
 
@@ -318,7 +325,9 @@ class Fused(Iterated):
     ) -> Tuple[Tensor, Optional[Tensor]]:
         layer = self.layer
         options = (need_couplings, self.keep, layer.scale, layer.kernel_size, layer.stride)
-        poses, couplings, _ = fused_pass(given[0], self.weight, parents.to(self.dtype), *options, *self.norm)
+        poses, couplings, _ = fused_pass(
+            given[0], self.weight, parents.to(self.dtype), *options, *self.norm, self.fresh
+        )
         return self._finished(poses), couplings.transpose(1, 2) if need_couplings else None
 
     def _finished(self, poses: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Any, List, Tuple
 import torch
 from torch import Tensor, library
 
-from .._autograd import refuse_second_gradient
+from .._autograd import count_as_reference, refuse_second_gradient
 from ..engine import Call, Engine, Routed
 from ..tuning import TUNING
 from .routing import EPS, choose_parents
@@ -93,6 +93,16 @@ def _backward(ctx: Any, grad: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
 
 weighted_sum_of_votes.register_autograd(_backward, setup_context=_keep)
 refuse_second_gradient(weighted_sum_of_votes_backward)
+
+
+@count_as_reference(weighted_sum_of_votes)
+def _multiply_adds(poses: Any, share: Any, weight: Any) -> int:
+    return share[0] * share[2] * weight[0] * weight[1] * (poses[1] + 1)  # the votes, their weighted sum
+
+
+@count_as_reference(backward=weighted_sum_of_votes_backward)
+def _multiply_adds_backward(grad: Any, poses: Any, share: Any, weight: Any) -> int:
+    return _multiply_adds(poses, share, weight)
 
 
 class VoteFree(Engine):
