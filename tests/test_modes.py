@@ -94,16 +94,6 @@ def test_a_call_that_ends_leaves_the_model_in_eval_for_the_others(shared: str) -
     assert all(module.training for module in model.modules())
 
 
-def test_a_mode_that_is_set_within_outlives_an_inner_call() -> None:
-    model = nn.Sequential(nn.Dropout(), nn.BatchNorm1d(2)).train()
-    with evaluating(model):
-        model[0].train()
-        with evaluating(model):
-            assert not model[0].training
-        assert model[0].training and not model[1].training
-    assert all(module.training for module in model.modules())
-
-
 def test_threads_explain_a_model_in_training() -> None:
     model = capszoo.create_model("resnet20_routingcaps", img_size=28, depth=8)
     modes, before = half_frozen(model), copy.deepcopy(model.state_dict())
