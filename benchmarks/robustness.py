@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from capszoo._pretrained.files import bundled_tags
+from capszoo._utils.files import write_atomically
 from capszoo.data import keyed_generator, load_dataset
 from capszoo.errors import CapszooError
 from capszoo.explain.plotting import save_columns
@@ -41,7 +42,6 @@ from capszoo.recipes.evaluation.corruptions import (
 from capszoo.recipes.evaluation.metrics import assess
 from capszoo.recipes.evaluation.report import rounded
 from capszoo.recipes.evaluation.target import in_float32, prepare
-from capszoo.recipes.training.checkpoints import write_atomically
 from capszoo.recipes.weights import hardware
 
 RESULTS = ROOT / "benchmarks" / "results" / "robustness.json"

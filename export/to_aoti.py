@@ -18,10 +18,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from capszoo._utils.files import read_npz
+from capszoo._utils.files import read_npz, workplace
 from capszoo.errors import CapszooError, first_line
 
-from .atomic import workplace
 from .compare import as_arrays, compare_by_input
 from .prepare import PreparedModel, quiet
 from .report import ExportError

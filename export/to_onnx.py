@@ -25,10 +25,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn as nn
 
+from capszoo._utils.files import check_writable, replacing
 from capszoo._version import __version__
 from capszoo.errors import CapszooError, UsageError, first_line
 
-from .atomic import workplace
 from .options import OUTPUTS, PRECISIONS, TOLERANCES, ExportOptions, collect
 from .passes import int8
 from .passes.conv_to_matmul import convs_to_matmul
@@ -137,9 +137,7 @@ def write(prepared: PreparedModel, path: str | os.PathLike[str], **changes: Any)
     opset, full = options.onnx_opset, options.gate == "full"
     require_libraries(options.check or prepared.precision == "int8")
     target, name = Path(path), prepared.name
-    place = target.resolve()  # a link stays, its target is replaced
-    with workplace(place, folder=False):
-        pass  # fails now rather than after tracing, if nothing can be written there
+    check_writable(target)  # now rather than after tracing
     stored = sum(t.numel() * t.element_size() for t in prepared.served.state_dict().values())
     if stored >= MAX_BYTES:
         raise ExportError(
@@ -169,7 +167,7 @@ def write(prepared: PreparedModel, path: str | os.PathLike[str], **changes: Any)
             prepared, proto, plain if options.check else None, target, full, real, ranges, say
         )
     _describe_in_file(proto, prepared, report)
-    with workplace(place, folder=False) as temporary:
+    with replacing(target) as temporary:
         data = proto.SerializeToString()
         temporary.write_bytes(data)
         report.file_bytes = len(data)
@@ -189,7 +187,6 @@ def write(prepared: PreparedModel, path: str | os.PathLike[str], **changes: Any)
             report.gate.append(rtx_step(temporary, report))
         else:
             report.gate.append(GateStep("gate", None, "not run: check=False"))
-        os.replace(temporary, place)
     return report
 
 

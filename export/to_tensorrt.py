@@ -24,9 +24,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from capszoo._utils.files import check_writable, write_atomically
 from capszoo.errors import CapszooError, first_line, install_hint
 
-from .atomic import workplace
 from .options import BuildOptions
 from .prepare import PreparedModel
 from .report import ExportError, ExportReport, GateStep
@@ -215,10 +215,8 @@ def build_engine(
     data = bytes(plan)
     Path(engine).write_bytes(data)
     if options.timing_cache and cache is not None:
-        shared = Path(options.timing_cache)
-        with workplace(shared, folder=False) as place:  # a later build reads it: never half of it
-            place.write_bytes(bytes((config.get_timing_cache() or cache).serialize()))
-            os.replace(place, shared)
+        made = bytes((config.get_timing_cache() or cache).serialize())
+        write_atomically(Path(options.timing_cache), made)  # a later build reads it: never half of it
     return EngineReport(api, int(network.num_layers), len(data), _inspect(trt, log, data, options))
 
 
@@ -241,8 +239,7 @@ def _configure(trt: Any, config: Any, options: BuildOptions, api: str) -> Any:
     if not options.timing_cache:
         return None
     file = Path(options.timing_cache)
-    with workplace(file, folder=False):
-        pass  # fails now rather than after the build, if it cannot be written
+    check_writable(file)  # now rather than after the build
     cache = config.create_timing_cache(file.read_bytes() if file.is_file() else b"")
     if cache is None or config.set_timing_cache(cache, False) is False:  # damaged, of another GPU or version
         cache = config.create_timing_cache(b"")

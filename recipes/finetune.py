@@ -19,6 +19,7 @@ import torch
 
 from capszoo._pretrained.facts import label_lines
 from capszoo._utils.devices import default_device
+from capszoo._utils.files import write_atomically
 from capszoo.checkpoint import resolve
 from capszoo.data import DATASETS, DataError, ImageSet, split_validation
 from capszoo.data.folders import find_splits
@@ -43,7 +44,6 @@ from .release.model_card import (
 )
 from .release.public import default_tag, public_start
 from .train import train
-from .training.checkpoints import write_atomically
 from .training.setup import RunData, check_classes, framing_of, load_data, read_split
 from .weights import amend_metadata
 

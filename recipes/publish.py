@@ -11,7 +11,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from capszoo._pretrained.files import (
     sha256_tag,
 )
 from capszoo._pretrained.info import WeightsInfo
-from capszoo._utils.files import read_npz, replace_folder
+from capszoo._utils.files import read_npz, replacing, write_atomically
 from capszoo._utils.hub import PublishError, check_repo_id, upload
 from capszoo.checkpoint import resolve
 from capszoo.data import normalize
@@ -47,7 +47,7 @@ from .release.model_card import (
     model_card,
 )
 from .release.public import PRIVATE, default_tag, is_private_set, public
-from .training.checkpoints import write_atomically, write_safetensors
+from .training.checkpoints import write_safetensors
 from .training.history import history_of, read_records, records_of
 from .weights import finished_run, golden_file, golden_outputs
 
@@ -240,16 +240,11 @@ def _staging(out: Path | None, replaces: bool = False) -> Iterator[Path]:
         earlier = out.is_dir() and {file.name for file in out.iterdir()}
         if not (replaces and earlier and "config.json" in earlier and earlier <= WRITTEN):
             raise PublishError(f"{out} exists already", "name another folder, or remove it")
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-    made = Path(tempfile.mkdtemp(prefix=".publish-", dir=out.parent if out else None))
-    try:
-        yield made
+    with ExitStack() as stack:
         if out is not None:
-            made.chmod(0o755)  # mkdtemp creates a folder that only its owner can read
-            replace_folder(made, out, made.with_name(f"{made.name}.old"))
-    finally:
-        shutil.rmtree(made, ignore_errors=True)
+            yield stack.enter_context(replacing(out, folder=True))
+        else:
+            yield Path(stack.enter_context(tempfile.TemporaryDirectory()))
 
 
 def publish(

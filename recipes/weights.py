@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from capszoo._pretrained.files import bundled_tags, sha256_of
 from capszoo._pretrained.info import WeightsInfo, stored_file, weights_folders
-from capszoo._utils.files import PACKAGE_FOLDER, read_npz
+from capszoo._utils.files import PACKAGE_FOLDER, read_npz, write_atomically
 from capszoo.checkpoint import model_from_file, run_weights
 from capszoo.data import DATASETS, DatasetSpec, normalize
 from capszoo.errors import CapszooError, WeightsError
@@ -38,7 +38,7 @@ from capszoo.scores import kind_for
 
 from .config import list_recipes
 from .evaluate import evaluate
-from .training.checkpoints import write_atomically, write_safetensors
+from .training.checkpoints import write_safetensors
 from .training.history import history_of, read_records
 
 __all__ = [

@@ -294,7 +294,7 @@ def test_a_table_that_cannot_be_written_is_refused_before_the_work(
     (tmp_path / "file").touch()
     (tmp_path / "folder.csv").mkdir()
     for out in (tmp_path / "file" / "a.csv", tmp_path / "folder.csv", tmp_path / ("n" * 255 + ".csv")):
-        assert "cannot be written" in fails(1, "predict", trained, pictures, "--out", out)
+        assert "cannot write to" in fails(1, "predict", trained, pictures, "--out", out)
     (tmp_path / "labels.csv").write_text("image,label\n")
     line = fails(1, "predict", trained, pictures, "--out", tmp_path / "labels.csv")
     assert "labels.csv exists and is no table of predictions: choose another --out" in line

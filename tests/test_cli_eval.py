@@ -296,7 +296,7 @@ def test_eval_refuses_before_it_measures_and_prints_what_it_cannot_write(
     (tmp_path / "wall").write_text("a file where a folder is needed")
     out = tmp_path / "wall" / "out"
     done = run("eval", MODEL, "--data", tiny_mnist, "--limit", 4, "--device", "cpu", "--out", out)
-    assert done.exit_code == 1 and "top-1" in done.stdout and "cannot be written" in done.stderr
+    assert done.exit_code == 1 and "top-1" in done.stdout and "cannot write to" in done.stderr
     plain = capszoo.create_model("resnet20_conv", in_chans=1, img_size=28).eval()
     target = prepare(plain, load_dataset("mnist", "test", tiny_mnist), device="cpu")
     monkeypatch.setattr(report, "assess", lambda *a: pytest.fail("measured before it was refused"))

@@ -1,14 +1,27 @@
-"""Files are written completely or not at all, and an error names the file that it is about."""
+"""Files and folders are written completely or not at all; what a killed process leaves is removed, and nothing else."""
 
 from __future__ import annotations
 
+import errno
+import os
+import signal
+import subprocess
+import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from capszoo._utils.devices import check_device
-from capszoo._utils.files import cache_folder, replace_folder, replacing
+from capszoo._utils.files import (
+    NotWritable,
+    cache_folder,
+    remove_stale,
+    replacing,
+    workplace,
+    write_atomically,
+)
 from capszoo.errors import CapszooError, UsageError
 
 
@@ -19,7 +32,7 @@ def test_an_error_of_another_file_is_not_blamed_on_the_target(tmp_path: Path) ->
         raise OSError("cannot write mode RGBA as JPEG")
     (tmp_path / "file").touch()
     with (
-        pytest.raises(CapszooError, match="cannot be written"),
+        pytest.raises(NotWritable, match=r"x\.txt"),
         replacing(tmp_path / "file" / "x.txt") as temporary,
     ):
         temporary.touch()
@@ -36,19 +49,43 @@ def test_threads_may_write_the_same_file(tmp_path: Path) -> None:
     assert len(set((tmp_path / "x.txt").read_text())) == 1 and len(list(tmp_path.iterdir())) == 1
 
 
+def test_an_error_of_a_connection_is_no_matter_of_the_disk(tmp_path: Path) -> None:
+    with pytest.raises(ConnectionRefusedError), replacing(tmp_path / "x", folder=True):
+        raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
+    with pytest.raises(NotWritable) as full, replacing(tmp_path / "x", folder=True) as work:
+        write_atomically(work / "absent" / "y", "")
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert isinstance(full.value, CapszooError) and full.value.errno == errno.ENOSPC
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("older", [False, True])
-def test_a_folder_is_replaced_or_stays(older: bool, tmp_path: Path) -> None:
-    new, target, old = (tmp_path / name for name in ("new", "target", "old"))
+def test_a_folder_is_replaced_or_stays(older: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, replace = tmp_path / "target", os.replace
     if older:
         target.mkdir()
         (target / "first").touch()
-    with pytest.raises(FileNotFoundError):
-        replace_folder(new, target, old)
+
+    def refused(source: Path, to: Path) -> None:
+        if source.suffix == ".tmp":
+            raise PermissionError(errno.EACCES, "Permission denied", str(source))
+        replace(source, to)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", refused)
+        with pytest.raises(NotWritable, match="target"), replacing(target, folder=True):
+            pass
     assert [path.name for path in tmp_path.rglob("*")] == ["target", "first"] * older
-    new.mkdir()
-    (new / "second").touch()
-    replace_folder(new, target, old)
+    with replacing(target, folder=True) as work:
+        (work / "second").touch()
     assert [path.name for path in tmp_path.rglob("*")] == ["target", "second"]
+
+
+def test_a_link_stays_and_its_target_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "x.txt").symlink_to(tmp_path / "there" / "y.txt")
+    write_atomically(tmp_path / "x.txt", "\u00e4")
+    assert (tmp_path / "x.txt").is_symlink() and (tmp_path / "there" / "y.txt").read_bytes() == b"\xc3\xa4"
 
 
 def test_the_cache_may_lie_in_the_home_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -62,3 +99,115 @@ def test_no_machine_has_these_devices(name: str) -> None:
     with pytest.raises(UsageError, match="unknown device"):
         check_device(name)
     assert check_device("cuda:1") == "cuda:1" and check_device(None) is None
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from capszoo._utils.files import workplace
+with workplace(Path(sys.argv[1]), folder=sys.argv[2] == "folder") as place:
+    (place / "model.onnx" if place.is_dir() else place).write_text("half")
+    print(place, flush=True)
+    time.sleep(100)
+"""
+
+
+def aged(path: Path) -> Path:
+    """As if it had been made an hour ago."""
+    os.utime(path, (time.time() - 3600,) * 2)
+    return path
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_a_killed_export_is_cleaned_up_by_the_next(kind: str, root: Path, tmp_path: Path) -> None:
+    target = tmp_path / "digits"
+    command = [sys.executable, "-c", HOLD, str(target), kind]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root) as process:
+        assert process.stdout is not None
+        left = aged(Path(process.stdout.readline().strip()))
+        assert (
+            left.exists() and remove_stale(tmp_path, target) == [] and left.exists()
+        )  # at work: not touched
+        process.send_signal(signal.SIGKILL)
+    assert left.exists()
+    with workplace(target, folder=True) as place:
+        assert not left.exists() and place.is_dir()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_was_made_a_moment_ago_is_left(tmp_path: Path) -> None:
+    """Between making a folder and locking it lies an instant."""
+    young = tmp_path / ".digits.capszoo.1.tmp"
+    young.mkdir()
+    assert remove_stale(tmp_path, tmp_path / "digits") == [] and young.exists()
+    assert remove_stale(tmp_path, aged(young).with_name("digits")) == [young] and not young.exists()
+
+
+def test_files_of_others_are_never_touched(tmp_path: Path) -> None:
+    names = (
+        "digits.onnx",
+        ".digits.tmp",
+        ".digits.1.tmp",
+        ".digits.capszoo.tmp",
+        ".digits.capszoo.1.tmp.png",
+        ".digits.capszoo.x.tmp",
+        "digits.capszoo.1.tmp",
+        ".other.capszoo.1.tmp",
+        ".digitsXcapszoo.1.tmp",
+    )
+    for name in names:
+        aged_file = tmp_path / name
+        aged_file.write_text("mine")
+        aged(aged_file)
+    assert remove_stale(tmp_path, tmp_path / "digits") == []
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(names)
+    assert (
+        remove_stale(tmp_path, owned=True)
+        == [tmp_path / ".other.capszoo.1.tmp", tmp_path / ".digitsXcapszoo.1.tmp"][:1]
+    )
+    assert remove_stale(tmp_path / "nowhere", tmp_path / "nowhere" / "digits") == []
+
+
+def test_an_older_bundle_gets_its_name_back(tmp_path: Path) -> None:
+    """Killed between the two renames: the old bundle waits under a hidden name, the new one is not in place."""
+    target, work = tmp_path / "digits", tmp_path / ".digits.capszoo.1.tmp"
+    old = work.with_suffix(".old")
+    for folder in (work, old):
+        folder.mkdir()
+        (folder / "manifest.json").write_text(folder.suffix)
+        aged(folder)
+    remove_stale(tmp_path, target)
+    assert (target / "manifest.json").read_text() == ".old" and list(tmp_path.iterdir()) == [target]
+
+
+def test_a_link_is_removed_and_not_followed(tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "photo.png").write_text("x")
+    aged(mine)
+    link = tmp_path / ".digits.capszoo.7.tmp"
+    link.symlink_to(mine)
+    remove_stale(tmp_path, tmp_path / "digits")
+    assert (mine / "photo.png").exists() and not link.is_symlink()
+
+
+def test_folders_that_a_failure_leaves_empty_are_removed(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(ValueError, match="no"), replacing(tmp_path / "mine" / "a" / "b" / "x"):
+        raise ValueError("no")
+    assert list(tmp_path.rglob("*")) == [tmp_path / "mine"]
+    with replacing(tmp_path / "mine" / "a" / "b" / "x"):
+        pass
+    assert (tmp_path / "mine" / "a" / "b" / "x").is_file()
+
+
+def test_a_name_may_be_as_long_as_the_system_allows(tmp_path: Path) -> None:
+    target = tmp_path / ("x" * 255)
+    with replacing(target):
+        pass
+    assert target.is_file()
+
+
+def test_two_exports_to_one_target_do_not_meet(tmp_path: Path) -> None:
+    with workplace(tmp_path / "x", folder=True) as one, workplace(tmp_path / "x", folder=True) as two:
+        assert one != two and one.is_dir() and two.is_dir()

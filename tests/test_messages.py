@@ -64,7 +64,7 @@ def test_a_place_that_cannot_be_written() -> None:
     assert not_writable(Path("x"), full).endswith(
         "No space left on device: make room and run the same command"
     )
-    assert "check its permissions, or choose another folder" in not_writable(Path("x"), forbidden)
+    assert "check its permissions, or choose another place" in not_writable(Path("x"), forbidden)
 
 
 @pytest.mark.parametrize(

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import csv
 import errno
+import hashlib
 import os
+import re
 import shutil
 import tempfile
-import threading
+import time
 import zipfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+try:
+    import fcntl
+except ModuleNotFoundError:  # Windows has no such locks
+    fcntl = None  # type: ignore[assignment]
 
 from ..errors import CapszooError
 
@@ -20,6 +27,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 __all__ = [
+    "NotWritable",
     "PACKAGE_FOLDER",
     "cache_folder",
     "check_numbers_file",
@@ -28,9 +36,12 @@ __all__ = [
     "expanded",
     "not_writable",
     "read_npz",
-    "replace_folder",
+    "remove_stale",
     "replacing",
+    "sync",
+    "workplace",
     "writable_cache",
+    "write_atomically",
     "write_csv",
 ]
 
@@ -75,13 +86,32 @@ def writable_cache(folder: Path) -> Path:
         ) from None
 
 
-def not_writable(place: Path, error: OSError) -> str:
-    """The line about a place that cannot be written, with what to do about it."""
-    full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-    remedy = (
-        "make room and run the same command" if full else "check its permissions, or choose another folder"
-    )
-    return f"cannot write to {place}: {error.strerror or error}: {remedy}"
+#: Errors of a disk without room.
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class NotWritable(CapszooError, OSError):
+    """A file or folder cannot be written.
+
+    Args:
+        target: the file or folder.
+        error: the system's error; its ``errno`` is kept.
+    """
+
+    def __init__(self, target: Path, error: OSError) -> None:
+        full = error.errno in _FULL
+        super().__init__(
+            f"cannot write to {target}: {error.strerror or error}",
+            "make room and run the same command"
+            if full
+            else "check its permissions, or choose another place",
+        )
+        self.errno, self.strerror, self.filename = error.errno, error.strerror, str(target)
+
+
+def not_writable(target: Path, error: OSError) -> str:
+    """The line about a file or folder that cannot be written, with its remedy."""
+    return str(error if isinstance(error, NotWritable) else NotWritable(target, error))
 
 
 @contextmanager
@@ -97,70 +127,198 @@ def created_folder(folder: Path) -> Iterator[None]:
                 one.rmdir()
 
 
+#: Hidden name beside a target: the target's name or its hash, a random number, and what it holds.
+_HIDDEN = re.compile(r"\.(?P<name>.+)\.capszoo\.[0-9a-f]+\.(?P<kind>tmp|old)", re.DOTALL)
+
+#: Seconds for which a new hidden name is left alone, because it is created a moment before it is locked.
+_YOUNG = 60.0
+
+
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary file beside `path`, with its suffix, that replaces it at the end or is deleted on error.
+def workplace(target: Path, folder: bool = False) -> Iterator[Path]:
+    """Yield an empty file or folder under a hidden name beside ``target``; what remains of it at the end is removed.
+
+    It is locked while it is in use. The system releases the lock when the process ends for any reason, so that
+    :func:`remove_stale`, which is called first, can distinguish remains from work in progress.
 
     Args:
-        path: of the file; its folder is created.
+        target: the file or folder that it is to become; its parents are created, and removed again if they stay empty.
+        folder: whether it is a folder.
 
     Raises:
-        CapszooError: the file cannot be written.
+        NotWritable: nothing can be written there.
     """
-    with _temporary(path) as temporary:
-        yield temporary
-        temporary.replace(path)
+    # random, because a process in another container may have the same number
+    work = target.with_name(f".{_short(target)}.capszoo.{os.urandom(8).hex()}.tmp")
+    try:
+        with created_folder(target.parent):
+            remove_stale(target.parent, target)
+            try:
+                work.mkdir() if folder else work.touch(exist_ok=False)
+                with _locked(work):
+                    yield work
+            finally:
+                _remove(work)
+    except OSError as e:
+        named = Path(os.fsdecode(e.filename)) if isinstance(e.filename, (str, bytes)) else None
+        ours = named and (named in (target, *target.parents) or work in (named, *named.parents))
+        if not ours and (
+            named or e.errno not in _FULL
+        ):  # of another file, of a connection, or a library's own
+            raise
+        raise NotWritable(target, e) from None
+
+
+@contextmanager
+def replacing(target: Path, folder: bool = False) -> Iterator[Path]:
+    """Yield an empty file or folder that takes the name of ``target`` at the end; after an error nothing has changed.
+
+    Args:
+        target: a file or folder, which may exist; of a link, the file that it leads to. Its parents are created.
+        folder: whether it is a folder. An older one is removed when the new one has its name.
+
+    Raises:
+        NotWritable: it cannot be written.
+    """
+    target = Path(os.path.realpath(target))
+    with workplace(target, folder) as work:
+        yield work
+        sync(work)
+        old = work.with_suffix(".old")
+        if folder and target.is_dir():
+            os.replace(target, old)
+        try:
+            os.replace(work, target)
+        except OSError:
+            with suppress(OSError):  # there was none, or another process has put its own there
+                os.replace(old, target)
+            raise
+        if folder:
+            sync(target.parent)
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Write a file completely or not at all; text is UTF-8.
+
+    Raises:
+        NotWritable: it cannot be written.
+    """
+    with replacing(path) as work:
+        work.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 def check_writable(path: Path) -> None:
-    """Check that :func:`replacing` could write a file, before a long computation; its folder is created.
+    """Check that :func:`replacing` could write a file, before a long computation.
 
     Raises:
-        CapszooError: the file cannot be written.
+        NotWritable: it cannot be written, or is a folder.
     """
-    with _temporary(path) as temporary:
-        temporary.touch()
+    path = Path(os.path.realpath(path))
+    with workplace(path):
         if path.is_dir():
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+
+
+def sync(path: Path) -> None:
+    """Have the system write a file or a folder to the disk."""
+    windows = os.name == "nt"
+    if windows and path.is_dir():
+        return  # Windows opens no folders, and syncs what is open for writing
+    handle = os.open(path, os.O_RDWR if windows else os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        # some network and shared file systems sync files, but no folders
+        if not path.is_dir() or error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(handle)
+
+
+def remove_stale(folder: Path, target: Path | None = None, owned: bool = False) -> list[Path]:
+    """Remove what killed processes left under names of :func:`workplace` in a folder; return the removed paths.
+
+    What is locked or very new stays. An older folder that was moved to such a name when its process was killed gets
+    its name back, if that is free.
+
+    Args:
+        folder: where to look; it need not exist.
+        target: whose remains to remove; None for those of every target.
+        owned: whether no other process writes there, so that all of it is left over.
+    """
+    with suppress(OSError):
+        names = [
+            (path, match) for path in sorted(folder.iterdir()) if (match := _HIDDEN.fullmatch(path.name))
+        ]
+        stale = [
+            (path, match)
+            for path, match in names
+            if (target is None or match["name"] == _short(target))
+            and (owned or not (_in_use(path.with_suffix(".tmp")) or _in_use(path)))
+        ]
+        for path, match in stale:
+            home = target or folder / match["name"]
+            if match["kind"] == "old" and not home.exists():
+                os.replace(path, home)
+            else:
+                _remove(path)
+        return [path for path, _ in stale]
+    return []
+
+
+def _short(target: Path) -> str:
+    """The target's name; for a long one its hash, so that the hidden name is no longer than the system allows."""
+    name = os.fsencode(target.name)
+    return target.name if len(name) <= 200 else hashlib.sha256(name).hexdigest()
 
 
 @contextmanager
-def _temporary(path: Path) -> Iterator[Path]:
-    """Yield a temporary name beside `path`, whose file is deleted; a failure names `path`."""
-    temporary = path.with_name(f".{os.getpid()}.{threading.get_ident()}.{path.name}")
+def _locked(path: Path) -> Iterator[None]:
+    """Lock a file or folder for this process while the block runs, where the system has such locks."""
+    if fcntl is None:  # Windows opens no folders, and renames no open file
+        yield
+        return
+    handle = os.open(path, os.O_RDONLY)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        yield temporary
-    except OSError as e:
-        about_us = not e.filename or Path(e.filename) in (path, temporary, path.parent)
-        if not about_us or not e.errno:  # of another file, or a library's own error
-            raise
-        raise CapszooError(f"{path}: cannot be written ({e.strerror})", "choose another place") from None
+        _lock(handle)
+        yield
     finally:
-        with suppress(OSError):
-            temporary.unlink()
+        os.close(handle)
 
 
-def replace_folder(new: Path, target: Path, old: Path) -> None:
-    """Rename a complete folder to ``target``; an older one there is removed only after that.
-
-    Args:
-        new: the complete folder.
-        target: its name from now on, on the same file system.
-        old: name of the older folder in between. A process that is killed between the two renames leaves it there.
-
-    Raises:
-        OSError: a folder cannot be renamed; the older one has its name back.
-    """
-    if target.exists():
-        os.replace(target, old)
+def _lock(handle: int) -> bool:
+    """Lock an open file or folder for this process; False if another process has it, or without locks."""
     try:
-        os.replace(new, target)
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        with suppress(OSError):  # there was none, or another process has put its own there
-            os.replace(old, target)
-        raise
-    shutil.rmtree(old, ignore_errors=True)
+        return False
+    return True
+
+
+def _in_use(path: Path) -> bool:
+    if fcntl is None:
+        return True  # it cannot be known
+    try:
+        if path.suffix == ".tmp" and time.time() - path.stat().st_mtime < _YOUNG:
+            return True
+        handle = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    try:
+        return not _lock(handle)
+    finally:
+        os.close(handle)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink()
 
 
 def check_numbers_file(picture: str | Path, first: str) -> None:

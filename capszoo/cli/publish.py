@@ -103,9 +103,9 @@ def _publish_space(
     """Write a Space and, without `dry_run`, upload it."""
     import tempfile
 
+    from .._utils.files import workplace
     from .._utils.hub import check_repo_id
     from ..app.space import upload_space, write_space
-    from ..export.atomic import workplace
 
     check_repo_id(repo_id)
     if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):

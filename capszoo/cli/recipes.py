@@ -9,7 +9,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from .._utils.files import replacing
+from .._utils.files import write_atomically
 from ..errors import CapszooError, UsageError, require
 from .common import JsonOption, print_json, stdout
 from .group import Command
@@ -96,8 +96,7 @@ def copy_command(
     if target.exists():
         raise CapszooError(f"{target} exists already", "name another file")
     text = recipe_text(source)
-    with replacing(target) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+    write_atomically(target, text)
     stdout().print(
         escape(
             f"written: {target}\nedit it, with a new tag so that its run has its own folder; "

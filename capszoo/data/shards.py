@@ -164,8 +164,8 @@ def read_index(paths: Sequence[Path], threads: int = 1) -> ShardIndex:
     if cached is None:
         return index
     try:
-        with replacing(cached) as temporary:
-            np.savez(temporary, **columns)
+        with replacing(cached) as temporary, open(temporary, "wb") as file:
+            np.savez(file, **columns)
     except CapszooError:  # the cache cannot be written: the headers are read again next time
         pass
     return index

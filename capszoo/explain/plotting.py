@@ -140,7 +140,7 @@ def save(figure: Any, path: str | Path, about: str | None = None) -> Path:
     ):
         # a line per missing character; `_add_fonts` has one for all
         warnings.filterwarnings("ignore", "Glyph .* missing")
-        figure.savefig(temporary, dpi=chosen.dpi, metadata=metadata)  # its suffix determines the format
+        figure.savefig(temporary, format=path.suffix[1:].lower(), dpi=chosen.dpi, metadata=metadata)
     return path
 
 

@@ -12,6 +12,8 @@ import os
 import platform
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
@@ -22,14 +24,13 @@ import torch.nn as nn
 
 from capszoo._pretrained.facts import label_lines
 from capszoo._pretrained.files import sha256_of
-from capszoo._utils.files import replace_folder
+from capszoo._utils.files import replacing
 from capszoo._version import __version__
 from capszoo.errors import CapszooError, UsageError
 from capszoo.inference import label_names
 from capszoo.preprocess import model_input_size, model_transform
 
 from .. import compare, to_aoti, to_onnx, to_tensorrt
-from ..atomic import old_name, workplace
 from ..options import BundleOptions, collect
 from ..prepare import PreparedModel, in_own_precision, prepare
 from ..report import ExportReport, GateStep
@@ -80,7 +81,7 @@ def export_bundle(
         raise UsageError(f"{type(model).__name__} has no classes", "create it with num_classes above 0")
     prepared = prepare(model, options)
     safe = re.sub(r"[^\w.-]+", "_", prepared.name).strip(".") or "model"  # it is a folder's name for Triton
-    with workplace(target, folder=True) as work:
+    with _replaced(target) as work:
         report = to_onnx.write(prepared, work / "model.onnx")
         engines, notes = _write_engines(prepared, report, work, options)
         report.path = "model.onnx"
@@ -109,7 +110,7 @@ def export_bundle(
             if file.is_file()
         }
         _write_json(work / "manifest.json", manifest)
-        _put_in_place(work, _checked_target(Path(out)))  # again: the export took its time
+        _checked_target(Path(out))  # again: the export took its time
     return manifest
 
 
@@ -195,10 +196,12 @@ def _checked_target(out: Path) -> Path:
     return target
 
 
-def _put_in_place(work: Path, target: Path) -> None:
-    """Rename the new bundle to its target; an older bundle stays until the new one is complete."""
+@contextmanager
+def _replaced(target: Path) -> Iterator[Path]:
+    """A folder that becomes the bundle; an older one stays until the new one is complete."""
     try:
-        replace_folder(work, target, old_name(work))
+        with replacing(target, folder=True) as work:
+            yield work
     except OSError as error:
         if error.errno in (errno.ENOTEMPTY, errno.EEXIST):  # another process has just put its own there
             raise UsageError(f"{target} was written meanwhile", "run the command again") from None

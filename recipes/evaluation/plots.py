@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from capszoo._utils.files import write_atomically
 from capszoo.errors import CapszooError, UsageError, install_hint
 from capszoo.explain.plotting import new_figure, save, write_numbers
 
-from ..training.checkpoints import write_atomically
 from .report_plots import agreement_panel
 
 __all__ = ["NAMES", "draw_curves", "draw_routing_probe", "draw_runs"]

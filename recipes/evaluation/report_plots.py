@@ -13,13 +13,13 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from capszoo._utils.files import write_atomically
 from capszoo.errors import CapszooError
 from capszoo.explain.convergence import IterationChanges
 from capszoo.explain.plotting import new_figure, save, write_numbers
 from capszoo.explain.routing_stats import RoutingStats
 from capszoo.metadata import first_complaint
 
-from ..training.checkpoints import write_atomically
 from .calibration import CalibrationResult
 from .corruptions import CorruptionResult
 from .metrics import EvalResult
@@ -379,12 +379,6 @@ def _draw_iterations(axes: Any, layers: tuple[IterationChanges, ...]) -> None:
 
 def write(report: Report, folder: Path, kind: str = "png") -> list[Path]:
     """Write eval.json, the pictures (png, pdf or svg) and their data (csv) to a folder, which need not exist."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        document = json.dumps(report.to_dict(), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
-        write_atomically(folder / "eval.json", document)
-    except OSError as error:
-        raise CapszooError(
-            f"{folder}: cannot be written ({error.strerror})", "choose another folder"
-        ) from None
+    document = json.dumps(report.to_dict(), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+    write_atomically(folder / "eval.json", document)
     return [folder / "eval.json", *draw_report(report, folder, kind)]

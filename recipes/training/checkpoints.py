@@ -8,12 +8,10 @@ one is used.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import io
 import json
 import math
-import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
@@ -28,18 +26,17 @@ from safetensors.torch import save as to_safetensors
 from torch import Tensor
 
 from capszoo._pretrained.files import sha256_of
+from capszoo._utils.files import replacing, write_atomically
 
 __all__ = [
     "Checkpoint",
     "check_position",
     "checkpoint_folders",
-    "clear_leftovers",
     "latest_checkpoint",
     "room_missing",
     "save_checkpoint",
     "step_of",
     "threads_of_run",
-    "write_atomically",
     "write_safetensors",
 ]
 
@@ -53,34 +50,6 @@ class Checkpoint:
     weights: dict[str, dict[str, Tensor]]
     optimizer: dict[str, Any]
     state: dict[str, Any]
-
-
-def _sync(path: Path) -> None:
-    """Have the system write a file or a folder to the disk."""
-    if os.name == "nt" and path.is_dir():
-        return  # Windows opens no folders
-    descriptor = os.open(
-        path, os.O_RDWR if os.name == "nt" else os.O_RDONLY
-    )  # Windows syncs what is open for writing
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        # some network and shared file systems sync files, but no folders
-        if not path.is_dir() or error.errno not in (errno.EINVAL, errno.ENOTSUP):
-            raise
-    finally:
-        os.close(descriptor)
-
-
-def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write a small file completely or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
-        _sync(temporary)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _safetensors_bytes(tensors: Mapping[str, Tensor]) -> bytes:
@@ -110,27 +79,16 @@ def save_checkpoint(
     state: Mapping[str, Any],
 ) -> Path:
     """Write the checkpoint of `step`, delete all but the newest ones, and return its folder."""
-    root = run / "checkpoints"
-    root.mkdir(parents=True, exist_ok=True)
-    target = root / f"step-{step:08d}"
-    temporary = root / f".step-{step:08d}.{os.getpid()}.tmp"
-    shutil.rmtree(temporary, ignore_errors=True)
-    try:
-        temporary.mkdir()
+    target = run / "checkpoints" / f"step-{step:08d}"
+    with replacing(
+        target, folder=True
+    ) as work:  # one of the same position, after a resume, has the same content
         digests = {}
         # Written by Python, not by the libraries: a full disk is then an OSError with a clear message.
         for name, content in _contents(weights, optimizer):
-            write_atomically(temporary / name, content)
+            write_atomically(work / name, content)
             digests[name] = hashlib.sha256(content).hexdigest()
-        write_atomically(
-            temporary / "state.json", json.dumps({**state, "step": step, "files": digests}, indent=1)
-        )
-        if target.exists():  # the same position, after a resume: same content
-            shutil.rmtree(target)
-        temporary.rename(target)
-        _sync(root)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        write_atomically(work / "state.json", json.dumps({**state, "step": step, "files": digests}, indent=1))
     every = checkpoint_folders(run)
     now = every.index(target) + 1
     # those of later steps are damaged: else the run would have resumed from them
@@ -207,19 +165,6 @@ def threads_of_run(run: Path) -> int | None:
         with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
             return int(json.loads((folder / "state.json").read_text(encoding="utf-8"))["threads"])
     return None
-
-
-def clear_leftovers(run: Path) -> None:
-    """Remove files that a killed process left incomplete."""
-    for leftover in (run / "checkpoints").glob(".step-*.tmp"):
-        shutil.rmtree(leftover, ignore_errors=True)
-    for leftover in run.glob(".*.tmp"):
-        if not re.search(r"\.\d+\.tmp$", leftover.name):
-            continue  # not written by a run
-        if leftover.is_dir():
-            shutil.rmtree(leftover, ignore_errors=True)
-        else:
-            leftover.unlink(missing_ok=True)
 
 
 def room_missing(run: Path, checkpoint_bytes: int) -> int:

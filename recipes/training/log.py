@@ -22,11 +22,11 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from capszoo._utils.files import write_atomically
 from capszoo._utils.process import is_quiet
 from capszoo.errors import install_hint
 
 from ..evaluation.plots import draw_curves
-from .checkpoints import write_atomically
 from .history import read_records
 
 try:

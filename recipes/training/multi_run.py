@@ -22,13 +22,12 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from capszoo._utils.files import not_writable
+from capszoo._utils.files import not_writable, write_atomically
 from capszoo._utils.process import is_quiet
 from capszoo.data.folders.common import usable_cores
 
 from ..config import Recipe, RecipeError, load_recipe
 from ..weights import amend_metadata, finished_metadata, finished_run, images_sha256, seeds_summary
-from .checkpoints import write_atomically
 from .distributed import Stopped, StopRequest, TrainingError
 from .history import trained_images
 from .run_folder import check_run

@@ -25,13 +25,13 @@ import yaml
 from torch import nn
 
 from capszoo._pretrained.info import run_weights
-from capszoo._utils.files import expanded, not_writable
+from capszoo._utils.files import expanded, not_writable, remove_stale, write_atomically
 from capszoo._version import __version__
 from capszoo.errors import CapszooError
 
 from ..config import DERIVED_KEYS, MACHINE_KEYS, NEUTRAL_KEYS, Recipe
 from ..yaml_tree import YamlError, read_yaml
-from .checkpoints import checkpoint_folders, clear_leftovers, room_missing, write_atomically
+from .checkpoints import checkpoint_folders, room_missing
 from .distributed import TrainingError
 
 __all__ = [
@@ -286,7 +286,8 @@ def open_run(recipe: Recipe, out: Path, lock: RunLock) -> None:
             (out / "sessions.json").unlink(missing_ok=True)
         text = yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
         write_atomically(out / "recipe.yaml", f"# The recipe of this run, every key resolved.\n{text}")
-        clear_leftovers(out)
+        for folder in (out, out / "checkpoints"):  # what a killed process left incomplete
+            remove_stale(folder, owned=True)
     except OSError as error:
         raise TrainingError(not_writable(out, error)) from error
 

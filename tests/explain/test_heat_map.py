@@ -15,6 +15,7 @@ from matplotlib import font_manager
 from PIL import Image
 
 import capszoo
+from capszoo._utils.files import NotWritable
 from capszoo.errors import CapszooError, UsageError
 from capszoo.explain import Explanation, explain, heat_map, save_figure, save_heat_grid
 from capszoo.explain.heat_map import MEANINGS, METHODS
@@ -289,7 +290,7 @@ def test_figure_errors(model: ToyCaps, picture: Image.Image, tmp_path: Path) -> 
     with pytest.raises(UsageError, match="cannot write this kind of file"):
         save_figure(explanation, tmp_path / "heat.xyz")
     (tmp_path / "file").write_text("")
-    with pytest.raises(CapszooError, match="cannot be written"):
+    with pytest.raises(NotWritable):
         save_figure(explanation, tmp_path / "file" / "heat.png")
     (tmp_path / "mine.csv").write_text("mine")
     with pytest.raises(CapszooError, match="mine.csv exists, and the picture's numbers would replace it"):

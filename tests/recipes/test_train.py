@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 import capszoo
+from capszoo._utils.files import NotWritable
 from capszoo.checkpoint import model_from_file
 from capszoo.data import Batches, DataError, load_dataset, split_validation
 from capszoo.errors import UsageError
@@ -27,7 +28,7 @@ from capszoo.recipes.config import Recipe, RecipeError
 from capszoo.recipes.evaluate import evaluate
 from capszoo.recipes.evaluation import target
 from capszoo.recipes.train import TrainingError, main, train
-from capszoo.recipes.training import begin, checkpoints, finish, step
+from capszoo.recipes.training import begin, finish, step
 from capszoo.recipes.training.checkpoints import latest_checkpoint, save_checkpoint
 from capszoo.recipes.training.distributed import StopRequest
 from capszoo.recipes.training.log import RunLog
@@ -282,8 +283,8 @@ def test_checkpoints_are_whole_or_absent(tmp_path: Path, monkeypatch: pytest.Mon
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoints, "_sync", full_disk)
-        with pytest.raises(OSError, match="No space"):
+        patch.setattr(os, "fsync", full_disk)
+        with pytest.raises(NotWritable, match="step-00000002: No space"):
             save_checkpoint(tmp_path, 2, weights, {"optimizer": {}}, position)
     assert files_under(tmp_path) == {
         f"checkpoints/step-00000001/{file}" for file in ("model.safetensors", "optimizer.pt", "state.json")

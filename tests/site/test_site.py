@@ -100,7 +100,6 @@ def test_no_page_loads_from_another_host(site: Path, pages: dict[Path, _Page]) -
 INTERNAL = {
     "capszoo.images",
     "capszoo.summary",
-    "capszoo.export.atomic",
     "capszoo.export.cached",
     "capszoo.export.prepare",
 }

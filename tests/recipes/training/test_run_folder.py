@@ -26,7 +26,6 @@ from capszoo.recipes.train import TrainingError, train
 from capszoo.recipes.training import begin
 from capszoo.recipes.training.checkpoints import (
     checkpoint_folders,
-    clear_leftovers,
     latest_checkpoint,
     save_checkpoint,
 )
@@ -37,7 +36,9 @@ from capszoo.recipes.training.run_folder import (
     RunLock,
     check_data,
     check_run,
+    closing_lock,
     first_difference,
+    open_run,
     read_sessions,
 )
 from tests.data.formats import write_idx
@@ -402,12 +403,14 @@ def test_a_newest_state_of_another_shape_is_passed_over(tmp_path: Path, state: s
 
 def test_leftovers_of_a_killed_process_are_removed(tmp_path: Path) -> None:
     _two(tmp_path)
-    (tmp_path / "checkpoints" / ".step-00000009.1.tmp").mkdir()
-    (tmp_path / ".metrics.jsonl.1.tmp").write_text("")
+    (tmp_path / "checkpoints" / ".step-00000009.capszoo.1.tmp").mkdir()
+    (tmp_path / ".metrics.jsonl.capszoo.1.tmp").write_text("")
     (tmp_path / ".notes.tmp").mkdir()  # a user's
-    (tmp_path / ".run.1.tmp" / "checkpoints").mkdir(parents=True)
-    clear_leftovers(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".notes.tmp", "checkpoints"]
+    with closing_lock(tmp_path) as lock:
+        lock.acquire()
+        open_run(tiny_recipe(), tmp_path, lock)
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left == [LOCK, ".notes.tmp", "checkpoints", "recipe.yaml"]
     assert len(list((tmp_path / "checkpoints").iterdir())) == 2
 
 
