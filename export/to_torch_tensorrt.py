@@ -70,7 +70,8 @@ def compile_module(
     export_options = collect(ExportOptions, export_options, changes)
     if export_options.precision == "int8":
         raise UsageError(
-            "torch_tensorrt takes no int8 here", "export --int8 to ONNX and build with --format tensorrt"
+            "torch_tensorrt takes no int8 here",
+            "export --precision int8 to ONNX and build with --format tensorrt",
         )
     trt = torch_tensorrt or find_torch_tensorrt()
     if trt is None:

@@ -2,6 +2,6 @@
 
 if __name__ != "capszoo.recipes":
     raise ImportError(
-        f"this folder is the package capszoo.recipes, not '{__name__}': run `python -m capszoo.recipes.train`, "
+        f"this folder is the package capszoo.recipes, not '{__name__}': run `capszoo train`, "
         "or import capszoo.recipes"
     )

@@ -1,12 +1,11 @@
-"""Accuracy of a model on a data set: the count of `capszoo eval`; short form: `python -m capszoo.recipes.evaluate`.
+"""Accuracy of a model on a data set, as `capszoo eval` counts it.
 
 For a name with weights the data set is that of its metadata, and the accuracy is compared with the stated one.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
+import runpy
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -15,14 +14,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from capszoo.data import DataError, ImageSet, StreamedSet
-from capszoo.errors import CapszooError, UsageError, WeightsError
+from capszoo.data import ImageSet, StreamedSet
+from capszoo.errors import UsageError
 from capszoo.models._inspect import evaluating
 
-from .evaluation.metrics import assess, reproduced, stated_top1
+from .evaluation.metrics import assess, stated_top1
 from .evaluation.target import in_float32, prepare
 
-__all__ = ["evaluate", "main"]
+__all__ = ["evaluate"]
 
 
 @in_float32
@@ -76,50 +75,6 @@ def evaluate(
     }
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Command line; returns the exit code: 0, or 1 for a failure or an accuracy that differs from the stated one."""
-    parser = argparse.ArgumentParser(prog="python -m capszoo.recipes.evaluate", description=__doc__)
-    parser.add_argument(
-        "model", help="name with weights, or path of a .safetensors file with its .json beside it"
-    )
-    parser.add_argument("--dataset", help="default: the one the weights were trained on")
-    parser.add_argument("--split", default="test", help="test (the default), train, …")
-    parser.add_argument("--data", help="folder of the data set; default: CAPSZOO_DATA")
-    parser.add_argument("--batch-size", type=int, help="default: 500, less for large images and on a GPU")
-    parser.add_argument("--device")
-    parser.add_argument(
-        "--require-stated",
-        action="store_true",
-        help="fail if the metadata state no accuracy for these images",
-    )
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    args = parser.parse_args(argv)
-    try:
-        result = evaluate(
-            args.model, args.dataset, args.split, args.data, batch_size=args.batch_size, device=args.device
-        )
-    except (CapszooError, DataError, WeightsError, ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return int(getattr(error, "exit_code", 1))
-    if args.json:
-        print(json.dumps(result))
-    else:
-        print(
-            f"{result['model']} on {result['dataset']} ({result['split']}, n={result['n']}): "
-            f"{result['accuracy']} {result['top1']:.2f}%, {result['errors']} wrong"
-        )
-    if result["stated"] is None:
-        if args.require_stated:
-            print(
-                f"error: the metadata of {result['model']} state no accuracy for these images",
-                file=sys.stderr,
-            )
-        return int(args.require_stated)
-    same = reproduced(result["stated"], result["top1"], result["n"])
-    if not args.json:
-        print(f"stated in the metadata: {result['stated']:.2f}%: {'reproduced' if same else 'DIFFERS'}")
-    return 0 if same else 1
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.argv.insert(1, "eval")
+    runpy.run_module("capszoo", run_name="__main__")

@@ -1,4 +1,4 @@
-"""Train a recipe: `python -m capszoo.recipes.train RECIPE --data FOLDER`, or `capszoo train RECIPE`.
+"""Train a recipe, as `capszoo train RECIPE` does.
 
 One loop, `_train`: epochs with validation on images held out of the training set, a checkpoint after each (less often
 where an epoch lasts seconds), and the test set once, at the end. The last epoch's weights are kept, without selection.
@@ -16,11 +16,9 @@ run's folder. `training/distributed.py` makes them fail and stop together, `trai
 
 from __future__ import annotations
 
-import argparse
-import io
 import logging
 import math
-import os
+import runpy
 import sys
 import time
 from pathlib import Path
@@ -30,7 +28,7 @@ import torch
 
 from capszoo._utils.files import not_writable
 from capszoo._utils.process import keep_freed_memory
-from capszoo.errors import CapszooError, UsageError, WeightsError
+from capszoo.errors import CapszooError, UsageError
 from capszoo.models._inspect import freeze_batch_statistics
 
 from .config import Recipe, RecipeError, load_recipe
@@ -76,7 +74,7 @@ from .weights import source_commit
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-__all__ = ["TrainingError", "main", "train"]
+__all__ = ["TrainingError", "train"]
 
 SYNC_EVERY = 20
 """Largest number of updates between looks at the loss and for signals: looking makes a GPU, and processes, wait."""
@@ -440,48 +438,6 @@ def _epoch_record(run: Run, state: TrainState) -> dict[str, Any]:
     }
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Command line; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m capszoo.recipes.train",
-        description="Train a recipe. The same command resumes where an earlier run stopped.",
-    )
-    parser.add_argument("recipe", help="name of a recipe that comes with the package, or a YAML file")
-    parser.add_argument("--data", help="folder of the data set; default: CAPSZOO_DATA")
-    parser.add_argument("--out", help="folder of the run; default: runs/<arch>.<tag>")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="change a key of the recipe"
-    )
-    parser.add_argument("--profile", help="one of the recipe's profiles, such as short")
-    parser.add_argument("--no-resume", action="store_true", help="refuse a folder that already holds a run")
-    parser.add_argument("--accept-data", action="store_true", help="continue although images have changed")
-    parser.add_argument("--threads", type=int, help="CPU threads; default: those that the run began with")
-    parser.add_argument("--cpu", action="store_true", help="leave an accelerator unused")
-    args = parser.parse_args(argv)
-    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
-        sys.stdout.reconfigure(errors="backslashreplace")  # a path that its encoding lacks must not end a run
-    try:
-        train(
-            args.recipe,
-            args.set,
-            args.out,
-            args.data,
-            not args.no_resume,
-            args.cpu,
-            profile=args.profile,
-            threads=args.threads,
-            accept_data=args.accept_data,
-        )
-    except (CapszooError, WeightsError, OSError) as error:
-        # An invalid call fails on every process: only one prints it.
-        if not isinstance(error, UsageError) or os.environ.get("RANK", "0") == "0":
-            print(f"error: {error}", file=sys.stderr)
-        return getattr(error, "exit_code", 1)
-    except KeyboardInterrupt:  # before the first update or after the last: nothing to save
-        print("error: stopped; the same command resumes", file=sys.stderr)
-        return 130
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.argv.insert(1, "train")
+    runpy.run_module("capszoo", run_name="__main__")

@@ -231,7 +231,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         command.add_argument("recipes", nargs="*", metavar="TAG", help="only these recipes of the queue")
         command.add_argument("--out", type=Path, default=Path("runs"), help="folder of all runs")
     command.add_argument("--data", help="as for capszoo train")
-    command.add_argument("--cpu", action="store_true", help="as for capszoo train")
+    command.add_argument("--cpu", action="store_true", help="leave a GPU unused")
     command.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of all runs")
     command.add_argument("--parallel", type=int, default=cores, help=f"simultaneous runs (default: {cores})")
     command.add_argument(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +44,7 @@ def test_a_dry_run_is_timed_as_the_run_would_be(tmp_path: Path, monkeypatch: pyt
             "--out",
             tmp_path / "x",
         )
-        assert run("train", "cnn6.cifar10", "--cpu", "--dry-run", *settings).exit_code == 0
+        assert run("train", "cnn6.cifar10", "--device", "cpu", "--dry-run", *settings).exit_code == 0
         assert seen == {(before + 1, layout)} and torch.get_num_threads() == before
     assert not list(tmp_path.iterdir())
 
@@ -98,3 +101,18 @@ def test_images_that_changed_are_accepted_on_request(monkeypatch: pytest.MonkeyP
 def test_an_empty_value_is_not_the_current_folder(arguments: tuple[str, ...], named: str) -> None:
     line = fails(2, *arguments)
     assert named in line and "is empty" in line
+
+
+@pytest.mark.parametrize(("module", "named"), [("train", "recipe"), ("evaluate", "model")])
+def test_modules_run_the_command_of_their_name(module: str, named: str) -> None:
+    """In the first process of a training alone, a wrong call says why."""
+    for rank, lines in (("0", 1), ("1", 0)):
+        done = subprocess.run(
+            [sys.executable, "-m", f"capszoo.recipes.{module}", "nosuch"],
+            env={**os.environ, "RANK": rank},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 2 and done.stderr.count("\n") == lines
+        assert rank == "1" or f"unknown {named} 'nosuch'" in done.stderr

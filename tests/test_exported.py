@@ -145,7 +145,7 @@ def test_the_service_answers_from_a_file(files: dict[str, Path], digits: Path, t
 
 
 COMMANDS = [
-    ["explain", "{0}", "x.png"],
+    ["explain", "heatmap", "{0}", "x.png"],
     ["export", "{0}", "--out", "y.onnx"],
     ["finetune", "{0}", "--data", "{1}"],
     ["info", "{0}"],
@@ -164,8 +164,6 @@ def test_other_commands_name_those_that_take_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    if command[0] == "compare" and kind == "bundle":
-        pytest.skip("one call compares the runtimes of a bundle")
     Image.new("L", (28, 28)).save("x.png")
     done = CliRunner().invoke(app, [word.format(files[kind], digits) for word in command])
     assert done.exit_code in (1, 2) and all(name in done.output for name in EXPORTED_IN), done.output

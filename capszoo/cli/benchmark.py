@@ -33,9 +33,7 @@ from .common import (
 if TYPE_CHECKING:
     from torch import nn
 
-BatchOption = Annotated[
-    str, typer.Option("--batch-size", "--batch", metavar="N,N,…", help="Batch sizes to time.")
-]
+BatchOption = Annotated[str, typer.Option("--batch-size", metavar="N,N,…", help="Batch sizes to time.")]
 RepeatsOption = Annotated[int, typer.Option("--repeats", min=1, metavar="N", help="Timed calls of each.")]
 
 
@@ -81,7 +79,6 @@ def benchmark_command(
         str,
         typer.Option(
             "--runtimes",
-            "--runners",
             metavar="NAME,NAME,…",
             help="What is timed, the reference first. Of a model: eager, compiled, onnxruntime; of a bundle: eager, "
             "onnxruntime, onnxruntime-cuda, tensorrt, aoti. Default: all of a model; eager,onnxruntime of a bundle. "
@@ -143,7 +140,7 @@ def benchmark_command(
 def compare_runtimes(
     bundle: Path,
     images: list[Path],
-    runners: str,
+    runtimes: str,
     model: str | None,
     sizes: list[int],
     repeats: int,
@@ -154,7 +151,7 @@ def compare_runtimes(
     from ..images import find_images
 
     files = find_images(images) if images else []
-    kinds = [word.strip() for word in (runners or "eager,onnxruntime").split(",")]
+    kinds = [word.strip() for word in (runtimes or "eager,onnxruntime").split(",")]
     result = compare_bundle(bundle, kinds, files, model, sizes, repeats)
     if as_json:
         print_json(result)
@@ -181,29 +178,18 @@ def _print_timings(rows: list[dict[str, Any]], first: str = "runtime") -> None:
     stdout().print(times)
 
 
-def _check_two(model: str, others: list[str]) -> None:
-    """Raise `UsageError` unless there are two different models."""
-    if len(others) > 1:
-        raise UsageError(f"{1 + len(others)} models were given", "compare takes two")
-    if not others:
-        what = "no bundle: no manifest.json" if Path(model).exists() else "one model alone"
-        raise UsageError(f"{model}: {what}", "give two models")
-    if others[0] == model:
-        raise UsageError(f"{model} is given twice", "give two models")
-
-
 def compare_command(
     context: typer.Context,
     model: ModelArgument,
     other: Annotated[
-        list[str] | None,
+        str,
         typer.Argument(
             metavar="OTHER",
             help="A second model.",
             show_default=False,
             autocompletion=complete_model,
         ),
-    ] = None,
+    ],
     dataset: Annotated[
         str | None,
         typer.Option(
@@ -233,32 +219,18 @@ def compare_command(
     seed: Annotated[int, typer.Option("--seed", min=0, metavar="N", help="Seed of the sample.")] = 0,
     batch: BatchOption = "1,8",
     repeats: RepeatsOption = 20,
-    runners: Annotated[str, typer.Option("--runners", hidden=True, metavar="NAME")] = "",
-    original: Annotated[str | None, typer.Option("--model", hidden=True, metavar="NAME")] = None,
     device: DeviceOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Compare two models: accuracy, size, latency, and how often they agree."""
-    sizes, others = _sizes(batch), list(other or ())
-    if _is_bundle(model):
-        unused = ("dataset", "data", "split", "limit", "seed", "device")
-        refuse_unused(context, unused, "on a bundle", "leave it out")
-        images = [Path(one) for one in others]
-        compare_runtimes(Path(model), images, runners, original, sizes, repeats, as_json)
-        stderr().print(
-            "note: `capszoo benchmark DIR` compares a bundle's runtimes; this spelling will be removed in version 0.2"
-        )
-        return
-    refuse_unused(context, ["runners", "original"], f"on {model}, which is no bundle", "leave it out")
-    _check_two(model, others)
+    sizes = _sizes(batch)
     if data is None and dataset is None and not os.environ.get("CAPSZOO_DATA"):
         refuse_unused(context, ["split", "limit", "seed"], "without images", "add --data")
-    names = [model, others[0]]
-    for name in names:
+    for name in (model, other):
         check_model_argument(name)
-    given, names = names, [_with_tag(name) for name in names]
+    names = [_with_tag(model), _with_tag(other)]
     if names[0] == names[1]:
-        raise UsageError(f"{given[0]} and {given[1]} are the same weights", "give two models")
+        raise UsageError(f"{model} and {other} are the same weights", "give two models")
     about = [_about(name) for name in names]
     measured, why = _agreement(names, dataset, data, split=split, limit=limit, seed=seed, device=device)
     timings = _time(names, sizes, repeats, device)

@@ -125,7 +125,6 @@ def eval_command(
         str | None,
         typer.Option(
             "--pgd-eps",
-            "--eps",
             metavar="R,…",
             help="L-infinity radii of PGD on pixels in 0..1 (default: 0,0.05,0.1,0.2,0.3 for one channel, else "
             "0,1/255,2/255,4/255,8/255).",
@@ -135,9 +134,7 @@ def eval_command(
     ] = None,
     steps: Annotated[
         int,
-        typer.Option(
-            "--pgd-steps", "--steps", min=1, help="Steps of PGD.", metavar="N", rich_help_panel="Measurements"
-        ),
+        typer.Option("--pgd-steps", min=1, help="Steps of PGD.", metavar="N", rich_help_panel="Measurements"),
     ] = 20,
     limit: Annotated[
         int | None,

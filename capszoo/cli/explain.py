@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
-from typer.core import TyperGroup
 
-from .._pretrained.catalogue import architectures, check_model_argument, checkpoints
-from ..errors import CapszooError, UnknownModel, UsageError, unknown_name
+from .._pretrained.catalogue import check_model_argument
+from ..errors import UsageError, unknown_name
 from .common import (
     BackgroundOption,
     DeviceOption,
@@ -37,8 +36,6 @@ if TYPE_CHECKING:
 __all__ = ["explain_app"]
 
 
-KINDS = ("heat", "perturb", "reconstruct", "multi")
-
 #: As in ``capszoo.explain.heat_map.METHODS`` (a test compares the two).
 METHODS = ("couplings", "gradient", "occlusion")
 
@@ -47,45 +44,7 @@ def _methods(incomplete: str) -> list[str]:
     return [name for name in METHODS if name.startswith(incomplete)]
 
 
-def _may_be_model(word: str) -> bool:
-    try:
-        check_model_argument(word)
-    except UnknownModel:
-        return False
-    except CapszooError:  # a path: its own message says what is wrong with it
-        return True
-    return True
-
-
-class ExplainGroup(TyperGroup):
-    """Sub-commands; `explain MODEL IMAGE`, the spelling of version 0.1, still works and prints a note."""
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        if args and args[0] not in self.commands:
-            known = sorted(name for name, command in self.commands.items() if not command.hidden)
-            if not _may_be_model(args[0]):
-                models = [*architectures(), *checkpoints()]
-                raise UsageError(unknown_name("sub-command", args[0], [*known, *models]))
-            return "heatmap", self.commands["old"], args
-        return super().resolve_command(ctx, args)
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        first = args[0] if args else ""
-        if first.startswith("-") and first not in ("-h", "--help"):
-            known = [name for name, command in self.commands.items() if not command.hidden]
-            old = any(
-                arg == "--what" or arg.startswith("--what=") for arg in args
-            )  # whose values have these names
-            if not old and (command := next((arg for arg in args if arg in known), "")):
-                raise UsageError(
-                    "options come after the sub-command", f"capszoo explain {command} … {first} …"
-                )
-            args = ["old", *args]  # the old spelling, with options first
-        return super().parse_args(ctx, args)
-
-
 explain_app = typer.Typer(
-    cls=ExplainGroup,
     help="Draw heat maps of routing or of attributions, or decode class capsules to images.",
     no_args_is_help=True,
 )
@@ -119,9 +78,7 @@ DatasetOption = Annotated[
 ]
 CountOption = Annotated[
     int,
-    typer.Option(
-        "--num-images", "--count", min=1, metavar="N", help="Images of each kind: correct and wrong."
-    ),
+    typer.Option("--num-images", min=1, metavar="N", help="Images of each kind: correct and wrong."),
 ]
 
 
@@ -216,46 +173,10 @@ def multi_command(
     _draw_data("multi", model, dataset, data, count, device, file)
 
 
-def _old_command(
-    model: ModelArgument,
-    image: Annotated[Path | None, typer.Argument(metavar="[IMAGE]", show_default=False)] = None,
-    what: Annotated[str, typer.Option("--what", metavar="KIND")] = "heat",
-    out: OutOption = None,
-    target: ClassOption = None,
-    data: DataOption = None,
-    dataset: DatasetOption = None,
-    count: CountOption = 4,
-    invert: InvertOption = False,
-    fit: FitOption = False,
-    background: BackgroundOption = None,
-    device: DeviceOption = None,
-) -> None:
-    if what not in KINDS:
-        raise UsageError(unknown_name("picture", what, KINDS))
-    of_data = what in ("reconstruct", "multi")
-    if of_data and (image is not None or target is not None):
-        raise UsageError(f"--what {what} draws images of a data set", "give --data, no IMAGE and no --class")
-    if not of_data and (data is not None or dataset is not None):
-        raise UsageError(f"--what {what} draws one IMAGE", "leave --data and --dataset out")
-    if not of_data and image is None:
-        raise UsageError("Missing argument 'IMAGE'", "give an image file")
-    path = out or Path(f"{what}.png")
-    if of_data:
-        _draw_data(what, model, dataset, data, count, device, Picture(path))
-    elif image is not None:
-        reading = {"background": background, "invert": invert, "fit": fit}
-        _draw_image(what, model, image, target, device, Picture(path), reading)
-    new = "heatmap" if what == "heat" else what
-    stderr().print(
-        f"note: `capszoo explain {new}` is the new spelling; the old one will be removed in version 0.2"
-    )
-
-
 explain_app.command("heatmap", cls=Command)(heatmap_command)
 explain_app.command("perturb", cls=Command)(perturb_command)
 explain_app.command("reconstruct", cls=Command)(reconstruct_command)
 explain_app.command("multi", cls=Command)(multi_command)
-explain_app.command("old", cls=Command, hidden=True)(_old_command)
 
 
 def _numbers(text: str | None) -> list[int] | None:

@@ -27,7 +27,6 @@ from .common import (
     refuse_unused,
     stderr,
     stdout,
-    was_given,
 )
 
 if TYPE_CHECKING:
@@ -71,14 +70,13 @@ def export_command(
         ),
     ] = "onnx",
     precision: Annotated[
-        str, typer.Option(help="fp32, fp16, bf16 or int8.", metavar="NAME", rich_help_panel="Precision")
-    ] = "fp32",
-    int8: Annotated[
-        bool,
+        str,
         typer.Option(
-            "--int8", help="INT8 by Q/DQ (needs --calibrate and --verify-data).", rich_help_panel="Precision"
+            help="fp32, fp16, bf16, or int8 by Q/DQ (needs --calibrate and --verify-data).",
+            metavar="NAME",
+            rich_help_panel="Precision",
         ),
-    ] = False,
+    ] = "fp32",
     calibrate: Annotated[
         str | None,
         typer.Option(
@@ -102,7 +100,6 @@ def export_command(
         str,
         typer.Option(
             "--batch-profile",
-            "--batch",
             metavar="MIN,OPT,MAX",
             help="Smallest, typical and largest batch size (TensorRT's min, opt and max); one number fixes the batch.",
             rich_help_panel="Output",
@@ -235,14 +232,9 @@ def export_command(
             "--quick", help="Fewer probes: random and zero input only.", rich_help_panel="Verification"
         ),
     ] = False,
-    check: Annotated[bool, typer.Option("--check", hidden=True)] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Write a model as ONNX, TensorRT or AOTInductor and verify it against the original; routing is unrolled."""
-    if check:
-        check_bundle_folder(model, as_json)
-        stderr().print("note: use `capszoo check DIR`; --check will be removed in version 0.2")
-        return
     check_model_argument(model)
     if out is None:
         raise UsageError("Missing option '--out'", "give a folder, or FILE.onnx for the file alone")
@@ -264,15 +256,13 @@ def export_command(
         refuse_unused(context, ["data"], "on a folder of images", "leave it out")
     from ..export.options import BuildOptions, BundleOptions, ExportOptions
 
-    if int8 and precision != "int8" and was_given(context, "precision"):
-        raise UsageError(f"--int8 and --precision {precision} exclude each other", "give one of them")
     shared: dict[str, Any] = dict(
         name=Path(model).name,
         routing_iters=routing_iters,
         outputs=tuple(word.strip() for word in outputs.split(",")),
         opset=opset,
         batch=profile,
-        precision="int8" if int8 else precision,
+        precision=precision,
         uint8_input=uint8_input,
         gate="quick" if quick else "full",
         runtime=runtime,

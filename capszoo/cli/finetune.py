@@ -14,7 +14,6 @@ from .common import CROP_MODES, parse_size, refuse_unused, was_given
 from .training import (
     AcceptDataOption,
     BatchOption,
-    CpuOption,
     RateOption,
     SeedOption,
     SetOption,
@@ -148,7 +147,6 @@ def finetune_command(
     ] = None,
     overrides: SetOption = None,
     device: TrainingDeviceOption = None,
-    cpu: CpuOption = False,
     accept_data: AcceptDataOption = False,
 ) -> None:
     """Fine-tune a model, or a timm backbone with a capsule head, for classes of your own; resumes an interrupted run.
@@ -201,7 +199,7 @@ def finetune_command(
         skip_bad=skip_bad,
         channels=None if colour is None else 3 if colour else 1,
         overrides=settings(overrides, lr=lr, batch_size=batch_size, seed=seed),
-        cpu=use_cpu(device, cpu),
+        cpu=use_cpu(device),
         accept_data=accept_data,
     )
     print_run(result)

@@ -90,7 +90,8 @@ class OneLineErrors(TyperGroup):
             if debug:
                 raise
             line, code = _one_line(error)
-            if line:
+            # a wrong call fails in every process of a training: the first one says so
+            if line and not (code == UsageError.exit_code and os.environ.get("RANK", "0") != "0"):
                 print_error(line)
         except KeyboardInterrupt:
             code = 130

@@ -82,7 +82,7 @@ def predict_command(
     model: ExportedArgument,
     images: ImagesArgument,
     topk: Annotated[
-        int, typer.Option("--topk", "--top", "-k", min=1, metavar="N", help="Classes to show per image.")
+        int, typer.Option("--topk", "-k", min=1, metavar="N", help="Classes to show per image.")
     ] = 3,
     device: DeviceOption = None,
     runtime: Annotated[

@@ -13,7 +13,6 @@ from .common import refuse_unused, stderr, stdout
 from .training import (
     AcceptDataOption,
     BatchOption,
-    CpuOption,
     EpochsOption,
     ProfileOption,
     RateOption,
@@ -69,7 +68,6 @@ def train_command(
     batch_size: BatchOption = None,
     seed: SeedOption = None,
     device: TrainingDeviceOption = None,
-    cpu: CpuOption = False,
     accept_data: AcceptDataOption = False,
     together: Annotated[
         bool,
@@ -117,7 +115,7 @@ def train_command(
     """Train a recipe; resumes an interrupted run.
 
     Ctrl-C and SIGTERM save first. Several GPUs: accelerate launch --num_processes N -m capszoo train RECIPE. Several
-    CPU processes: torchrun --nproc_per_node N -m capszoo train RECIPE --cpu.
+    CPU processes: torchrun --nproc_per_node N -m capszoo train RECIPE --device cpu.
     """
     recipes = recipes or []
     for recipe in recipes:
@@ -126,7 +124,7 @@ def train_command(
     kinds = (("--seeds", seeds is not None), ("--together", together))
     _check_kind_of_run(context, [kind for kind, chosen in kinds if chosen])
     overrides = settings(overrides, epochs=epochs, lr=lr, batch_size=batch_size, seed=seed)
-    cpu = use_cpu(device, cpu)
+    cpu = use_cpu(device)
     if not recipes:
         raise UsageError("no recipe was given", "`capszoo train RECIPE`")
     if dry_run:

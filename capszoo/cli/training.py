@@ -16,7 +16,6 @@ from .common import stdout
 __all__ = [
     "AcceptDataOption",
     "BatchOption",
-    "CpuOption",
     "EpochsOption",
     "ProfileOption",
     "RateOption",
@@ -133,7 +132,6 @@ TrainingDeviceOption = Annotated[
         help="Where to train (auto: CUDA if there is one, else CPU).",
     ),
 ]
-CpuOption = Annotated[bool, typer.Option("--cpu", help="The same as --device cpu.")]
 AcceptDataOption = Annotated[
     bool,
     typer.Option(
@@ -173,16 +171,14 @@ def settings(overrides: list[str] | None, **options: Any) -> list[str]:
     return [*(overrides or ()), *short]
 
 
-def use_cpu(device: str | None, cpu: bool) -> bool:
+def use_cpu(device: str | None) -> bool:
     """True if training should not use an accelerator.
 
     Raises:
         UsageError: the requested device is missing, or is none that training uses: it uses the first visible GPU.
     """
-    if cpu and device not in (None, "auto", "cpu"):
-        raise UsageError(f"--cpu and --device {device} exclude each other", "give one of them")
-    if cpu or device in (None, "auto", "cpu"):
-        return cpu or device == "cpu"
+    if device in (None, "auto", "cpu"):
+        return device == "cpu"
     from .._utils.devices import resolve_device
 
     found = resolve_device(str(device))

@@ -127,9 +127,7 @@ def info_command(
     ] = False,
     batch: Annotated[
         int,
-        typer.Option(
-            "--batch-size", "--batch", min=1, help="Images per forward pass, with --engines.", metavar="N"
-        ),
+        typer.Option("--batch-size", min=1, help="Images per forward pass, with --engines.", metavar="N"),
     ] = 32,
     training: Annotated[
         bool, typer.Option("--training", help="With --engines: the choice for training.")

@@ -42,7 +42,7 @@ STOP_SECONDS = 180.0
 
 @dataclass(frozen=True)
 class Job:
-    """A run to execute: a recipe, its folder, and further arguments of `python -m capszoo.recipes.train`."""
+    """A run to execute: a recipe, its folder, and further arguments of `capszoo train`."""
 
     recipe: str
     out: Path
@@ -92,7 +92,7 @@ def _table(processes: list[_Process]) -> Table:
 
 
 def _start(job: Job, environment: dict[str, str]) -> _Process:
-    command = [sys.executable, "-m", "capszoo.recipes.train", job.recipe, "--out", str(job.out)]
+    command = [sys.executable, "-m", "capszoo", "train", job.recipe, "--out", str(job.out)]
     with job.log.open("ab") as file:
         # A separate session, so that Ctrl-C reaches a run only once, from this process.
         process = subprocess.Popen(
@@ -220,11 +220,11 @@ def _tell_rate(console: Any, images: int, seconds: float) -> None:
 def train_arguments(
     overrides: Sequence[str] | None, data: str | Path | None, cpu: bool, profile: str | None
 ) -> tuple[str, ...]:
-    """Arguments of `python -m capszoo.recipes.train` after the recipe and its folder."""
+    """Arguments of `capszoo train` after the recipe and its folder."""
     options = [part for override in overrides or () for part in ("--set", override)]
     options += ["--data", str(data)] if data else []
     options += ["--profile", profile] if profile else []
-    return (*options, *(["--cpu"] if cpu else []))
+    return (*options, *(["--device", "cpu"] if cpu else []))
 
 
 def train_together(

@@ -94,7 +94,18 @@ def test_from_the_command_to_predict_and_export(root: Path, digits: ImageSet, tm
     write_digits(digits, tmp_path / "split" / "test", {"one": 9, "three": 5, "eight": 6}, start=30)
     out = tmp_path / "run"
     done = run(
-        "finetune", MODEL, "--data", tmp_path / "split", "--out", out, "--epochs", 4, "--tag", "few", "--cpu"
+        "finetune",
+        MODEL,
+        "--data",
+        tmp_path / "split",
+        "--out",
+        out,
+        "--epochs",
+        4,
+        "--tag",
+        "few",
+        "--device",
+        "cpu",
     )
     assert done.exit_code == 0, done.stderr
     name = "resnet20_routingcaps.few"
@@ -297,7 +308,8 @@ def test_training_goes_on_without_a_reader_of_its_output(root: Path, photos: Pat
         MODEL,
         "--data",
         str(photos),
-        "--cpu",
+        "--device",
+        "cpu",
         "--epochs",
         "1",
     ]
@@ -566,7 +578,7 @@ def test_initial_weights_of_another_network_are_refused(photos: Path) -> None:
 @pytest.mark.slow
 def test_killed_and_started_again(root: Path, photos: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    arguments = ["--data", str(photos), "--out", str(out), "--epochs", "6", "--cpu"]
+    arguments = ["--data", str(photos), "--out", str(out), "--epochs", "6", "--device", "cpu"]
     process = subprocess.Popen(
         [sys.executable, "-m", "capszoo", "finetune", MODEL, *arguments],
         cwd=root,
@@ -668,7 +680,17 @@ def test_unreadable_images_are_listed_or_skipped(photos: Path, tmp_path: Path) -
         all(file.name in text for file in (files[0], files[-1])) and "skip_bad" in text and "1 more" in text
     )
     done = run(
-        "finetune", MODEL, "--data", photos, "--out", tmp_path / "run", "--skip-bad", "--epochs", 1, "--cpu"
+        "finetune",
+        MODEL,
+        "--data",
+        photos,
+        "--out",
+        tmp_path / "run",
+        "--skip-bad",
+        "--epochs",
+        1,
+        "--device",
+        "cpu",
     )
     assert done.exit_code == 0, done.stderr
     listed = [line for line in done.stdout.splitlines() if line.startswith("left out: ")]
@@ -686,7 +708,7 @@ def test_unreadable_images_are_listed_or_skipped(photos: Path, tmp_path: Path) -
 
 def test_images_are_read_in_the_channels_that_are_asked_for(photos: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    common = ("--data", photos, "--out", out, "--epochs", 1, "--cpu")
+    common = ("--data", photos, "--out", out, "--epochs", 1, "--device", "cpu")
     done = run("finetune", MODEL, *common, "--colour")
     assert done.exit_code == 0, done.stderr
     assert "in colour, 28x28 pixels" in done.stdout
@@ -701,7 +723,9 @@ def test_a_table_names_the_images_of_a_run(photos: Path, tmp_path: Path) -> None
     rows = "".join(f"{file.relative_to(photos)},{file.parent.name}\n" for file in files)
     (photos / "all.csv").write_text(f"file_name,label\n{rows}")
     out = tmp_path / "run"
-    done = run("finetune", MODEL, "--data", photos / "all.csv", "--out", out, "--epochs", 1, "--cpu")
+    done = run(
+        "finetune", MODEL, "--data", photos / "all.csv", "--out", out, "--epochs", 1, "--device", "cpu"
+    )
     assert done.exit_code == 0, done.stderr
     weights = next(out.glob("*.safetensors"))
     raw = json.loads(weights.with_suffix(".json").read_text())
@@ -731,7 +755,7 @@ def test_one_reading_of_deep_strips_from_training_to_infer(root: Path, tmp_path:
                 strip[:, slice(0, 15) if place == 0 else slice(75, 90)] = 900 + 100 * number
                 Image.fromarray(strip).save(tmp_path / "strips" / split / kind / f"{number}.png")
     out = tmp_path / "run"
-    line = ("--out", out, "--epochs", 2, "--img-size", "28x56", "--crop-mode", "squash", "--cpu")
+    line = ("--out", out, "--epochs", 2, "--img-size", "28x56", "--crop-mode", "squash", "--device", "cpu")
     done = run("finetune", MODEL, "--data", tmp_path / "strips", *line)
     assert done.exit_code == 0, done.stderr
     raw = json.loads((out / "resnet20_routingcaps.strips.json").read_text())

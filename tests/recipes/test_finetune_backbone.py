@@ -18,7 +18,7 @@ from capszoo.recipes.finetune import finetune
 from tests.recipes.test_finetune import write_digits
 from tests.support import packed
 
-SMALL = ["--img-size", "32", "--epochs", "1", "--cpu", "--set", "model_args.head_args.caps_types=4"]
+SMALL = ["--img-size", "32", "--epochs", "1", "--device", "cpu", "--set", "model_args.head_args.caps_types=4"]
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,10 @@ def test_from_a_local_backbone_to_predict_explain_and_export(
     torch.testing.assert_close(frozen, source.state_dict()[key], rtol=1e-3, atol=1e-4)
     (tmp_path / "backbone" / "model.safetensors").unlink()  # what follows needs the run alone
     picture = next((photos / "one").iterdir())
-    for command in (("predict", out, picture), ("explain", out, picture, "--out", tmp_path / "map.png")):
+    for command in (
+        ("predict", out, picture),
+        ("explain", "heatmap", out, picture, "--out", tmp_path / "map.png"),
+    ):
         result = run(*command)
         assert result.exit_code == 0, result.output
     assert (tmp_path / "map.png").is_file()

@@ -227,7 +227,18 @@ def test_fine_tuned_from_the_hub_and_published_again(
     stated["recipe"]["loss"] = {"name": "spread"}  # not what this architecture's recipes say
     repo.trees["3" * 40] = {**repo.files, "metadata.json": json.dumps(stated).encode()}
     photos, out = write_photos(root, tmp_path / "photos"), tmp_path / "run"
-    command = ("finetune", "hf-hub:me/digits", "--data", photos, "--out", out, "--epochs", "5", "--cpu")
+    command = (
+        "finetune",
+        "hf-hub:me/digits",
+        "--data",
+        photos,
+        "--out",
+        out,
+        "--epochs",
+        "5",
+        "--device",
+        "cpu",
+    )
     done = client.capszoo(*command)
     assert done.code == 0, done.err
     recipe = load_recipe(out / "recipe.yaml")
@@ -248,7 +259,16 @@ def test_fine_tuned_from_the_hub_and_published_again(
     bare = {name: repo.files[name] for name in ("config.json", "model.safetensors")}
     hub.repos["me/bare"] = Repo(False, {"4" * 40: bare})
     done = client.capszoo(
-        "finetune", "hf-hub:me/bare", "--data", photos, "--out", tmp_path / "bare", "--epochs", "1", "--cpu"
+        "finetune",
+        "hf-hub:me/bare",
+        "--data",
+        photos,
+        "--out",
+        tmp_path / "bare",
+        "--epochs",
+        "1",
+        "--device",
+        "cpu",
     )
     assert done.code == 0, done.err
     assert load_recipe(tmp_path / "bare" / "recipe.yaml").loss.name == "margin"
@@ -264,7 +284,7 @@ def test_export_from_the_hub(hub: Hub, client: Client, run: Path, tmp_path: Path
     assert (out / "labels.txt").read_text().split() == list(LABELS)
     manifest = json.loads((out / "manifest.json").read_text())
     assert manifest["model"]["source"] == "hf-hub:me/exported"
-    assert client.capszoo("export", out, "--check").code == 0
+    assert client.capszoo("check", out).code == 0
 
 
 def test_a_checkpoint_of_the_zoo_by_its_tag(hub: Hub, client: Client) -> None:

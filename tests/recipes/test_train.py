@@ -27,7 +27,7 @@ from capszoo.recipes import train as train_module
 from capszoo.recipes.config import Recipe, RecipeError
 from capszoo.recipes.evaluate import evaluate
 from capszoo.recipes.evaluation import target
-from capszoo.recipes.train import TrainingError, main, train
+from capszoo.recipes.train import TrainingError, train
 from capszoo.recipes.training import begin, finish, step
 from capszoo.recipes.training.checkpoints import latest_checkpoint, save_checkpoint
 from capszoo.recipes.training.distributed import StopRequest
@@ -35,6 +35,7 @@ from capszoo.recipes.training.log import RunLog
 from capszoo.recipes.training.run_folder import RunLock
 from capszoo.recipes.training.state import save_state
 from capszoo.recipes.weights import bundle
+from tests.test_cli import fails, succeeds
 
 
 def tiny_recipe(**changes: Any) -> Recipe:
@@ -413,7 +414,6 @@ def test_threads_are_those_of_the_call(tiny_mnist: Path, tmp_path: Path) -> None
     with pytest.raises(UsageError, match="--threads 0: training needs at least one CPU thread"):
         train(tiny_recipe(), out=tmp_path / "run", data=tiny_mnist, threads=0)
     assert not (tmp_path / "run").exists()
-    assert main(["resnet20_routingcaps.mnist", "--threads", "-1"]) == 2
 
 
 @pytest.mark.parametrize(
@@ -634,18 +634,14 @@ def test_decoder_and_reconstruction_loss(tiny_mnist: Path, tmp_path: Path) -> No
     )
 
 
-def test_command_line(tiny_mnist: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    assert main(["resnet20_routingcaps.mnist", "--set", "epoch=1"]) == 2
-    assert capsys.readouterr().err.startswith("error: resnet20_routingcaps.mnist.yaml: unknown key 'epoch'")
-    assert (
-        main(["resnet20_routingcaps.mnist", "--data", str(tmp_path / "absent"), "--out", str(tmp_path / "x")])
-        == 1
-    )
+def test_the_command_line_trains(tiny_mnist: Path, tmp_path: Path) -> None:
+    command = ("train", "resnet20_routingcaps.mnist", "--out", tmp_path / "run", "--device", "cpu")
+    assert "'epoch'" in fails(2, *command, "--set", "epoch=1")
+    assert "--threads" in fails(2, *command, "--threads", -1)
+    assert "absent" in fails(1, *command, "--data", tmp_path / "absent")
     sets = ["epochs=1", "data.val_size=0", "batch_size=60", "precision=fp32"]
-    argv = ["resnet20_routingcaps.mnist", "--data", str(tiny_mnist), "--out", str(tmp_path / "run"), "--cpu"]
-    assert main([*argv, *(part for s in sets for part in ("--set", s))]) == 0
-    out = capsys.readouterr().out
-    assert "epochs of 2 updates" in out and "test: top-1" in out
+    text = succeeds(*command, "--data", tiny_mnist, *(part for line in sets for part in ("--set", line)))
+    assert "epochs of 2 updates" in text and "test: top-1" in text
     metadata = json.loads((tmp_path / "run" / "resnet20_routingcaps.mnist.json").read_text())
     assert "validation" not in metadata["metrics"]
 

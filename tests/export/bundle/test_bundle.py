@@ -408,7 +408,7 @@ def test_check_sees_changed_and_missing_files(fixed: Path, tmp_path: Path) -> No
         "labels.txt is not the one" in found.steps[0].detail
         and "infer.py is missing" in found.steps[0].detail
     )
-    line = CliRunner().invoke(app, ["export", "--check", str(folder)])
+    line = CliRunner().invoke(app, ["check", str(folder)])
     assert line.exit_code == 1 and "sha256 of the files failed" in line.stderr
 
 
@@ -598,15 +598,15 @@ def test_compare(served: tuple[Path, dict[str, Any]], pictures: list[Path]) -> N
     assert all(t["speed_up"] * t["ratio"] == pytest.approx(1) for t in result["timings"])
 
 
-def test_compare_on_the_command_line(served: tuple[Path, dict[str, Any]]) -> None:
+def test_benchmark_of_a_bundle(served: tuple[Path, dict[str, Any]]) -> None:
     arguments = [
-        "compare",
+        "benchmark",
         str(served[0]),
         "--repeats",
         "1",
-        "--batch",
+        "--batch-size",
         "2",
-        "--runners",
+        "--runtimes",
         "onnxruntime,eager",
     ]
     done = CliRunner().invoke(app, arguments)
@@ -615,13 +615,13 @@ def test_compare_on_the_command_line(served: tuple[Path, dict[str, Any]]) -> Non
     as_json = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)
     assert as_json["reference"] == "onnxruntime"
     for extra, message in (
-        (["--runners", "eager"], "is timed against a reference"),
-        (["--runners", "eager,java"], "unknown runtime 'java'"),
-        (["--batch", "0"], "is invalid"),
+        (["--runtimes", "eager"], "is timed against a reference"),
+        (["--runtimes", "eager,java"], "unknown runtime 'java'"),
+        (["--batch-size", "0"], "is invalid"),
     ):
-        failed = CliRunner().invoke(app, ["compare", str(served[0]), *extra])
+        failed = CliRunner().invoke(app, ["benchmark", str(served[0]), *extra])
         assert failed.exit_code == 2 and message in failed.stderr
-    missing = CliRunner().invoke(app, ["compare", str(served[0]), "--runners", "eager,aoti"])
+    missing = CliRunner().invoke(app, ["benchmark", str(served[0]), "--runtimes", "eager,aoti"])
     assert missing.exit_code == 1 and "export with --format onnx,aoti" in missing.stderr
 
 
@@ -865,7 +865,7 @@ def test_an_engine_that_was_built_later_is_found(
 
 def test_command_line(tmp_path: Path) -> None:
     out = tmp_path / "digits"
-    common = ["export", NAME, "--quick", "--batch", "1,2,4"]
+    common = ["export", NAME, "--quick", "--batch-profile", "1,2,4"]
     done = CliRunner().invoke(
         app, [*common, "--out", str(out), "--uint8-input", "--outputs", "scores,couplings"]
     )
@@ -873,7 +873,7 @@ def test_command_line(tmp_path: Path) -> None:
     assert "parity with eager" in done.stdout and re.search(r"fp32, opset 20, batch 1 to 4", done.stdout)
     manifest = read_manifest(out)
     assert manifest["input"]["dtype"] == "uint8" and len(manifest["outputs"]) > 1
-    again = CliRunner().invoke(app, ["export", "--check", str(out), "--json"])
+    again = CliRunner().invoke(app, ["check", str(out), "--json"])
     assert again.exit_code == 0 and json.loads(again.stdout)["passed"] is True
 
 
@@ -884,7 +884,7 @@ def test_command_line(tmp_path: Path) -> None:
         (["--out", "x.onnx", "--triton"], "is one file"),
         (["--out", "x", "--precision", "int4"], "unknown precision 'int4'"),
         (["--out", "x", "--format", "coreml"], "unknown format 'coreml'"),
-        (["--out", "x", "--batch", "4,2,1"], "invalid batch (4, 2, 1)"),
+        (["--out", "x", "--batch-profile", "4,2,1"], "invalid batch (4, 2, 1)"),
         (["--out", "x", "--tolerance", "2"], "invalid tolerance 2.0"),
         (["--out", "x", "--optimization-level", "1"], "without TensorRT"),
         (["--out", "x", "--outputs", "logits,scores"], "unknown output 'logits'"),

@@ -213,7 +213,7 @@ def test_the_command(root: Path, tmp_path: Path) -> None:
         },
     )
     out = tmp_path / "digits.onnx"
-    call = ["export", "resnet20_routingcaps.mnist", "--out", str(out), "--int8", "--quick"]
+    call = ["export", "resnet20_routingcaps.mnist", "--out", str(out), "--precision", "int8", "--quick"]
     runner = CliRunner()
     done = runner.invoke(app, [*call, "--calibrate", str(plain), "--verify-data", str(classes), "--json"])
     assert done.exit_code == 0, done.output
@@ -224,19 +224,17 @@ def test_the_command(root: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "code", "words"),
     [
-        (["--int8"], 2, "int8 needs --calibrate"),
-        (["--int8", "--calibrate", "x"], 2, "int8 needs --verify-data"),
+        (["--precision", "int8"], 2, "int8 needs --calibrate"),
+        (["--precision", "int8", "--calibrate", "x"], 2, "int8 needs --verify-data"),
         (
-            ["--int8", "--calibrate", "x", "--verify-data", "y", "--outputs", "poses"],
+            ["--precision", "int8", "--calibrate", "x", "--verify-data", "y", "--outputs", "poses"],
             2,
             "measured by its scores",
         ),
         (["--calibrate", "x"], 2, "--calibrate does nothing for fp32"),
-        (["--int8", "--precision", "fp16"], 2, "exclude each other"),
-        (["--int8", "--precision", "fp32"], 2, "exclude each other"),
         (["--verify-data", "photos", "--data", "."], 2, "--data has no effect on a folder of images"),
         (
-            ["--int8", "--calibrate", "mnist", "--verify-data", "mnits"],
+            ["--precision", "int8", "--calibrate", "mnist", "--verify-data", "mnits"],
             1,
             "no folder and no data set: .*mnist",
         ),

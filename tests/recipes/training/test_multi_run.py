@@ -120,7 +120,18 @@ def test_a_log_that_cannot_be_written_leaves_the_other_run_alone(tmp_path: Path,
 def test_a_signal_stops_all_with_checkpoints(root: Path, tmp_path: Path, data: Path) -> None:
     recipes = write_recipes(tmp_path, data, "one", "two", epochs=5000, checkpoint_every=2)
     runs = tmp_path / "runs"
-    command = [sys.executable, "-m", "capszoo", "train", *recipes, "--together", "--cpu", "--out", str(runs)]
+    command = [
+        sys.executable,
+        "-m",
+        "capszoo",
+        "train",
+        *recipes,
+        "--together",
+        "--device",
+        "cpu",
+        "--out",
+        str(runs),
+    ]
     process = subprocess.Popen(
         command, cwd=root, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )

@@ -21,6 +21,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from capszoo.cli import app
 from capszoo.data import dataset_spec
 from capszoo.layers import engine_report, use_engines
 from capszoo.layers.tuning import tuned
@@ -459,5 +460,7 @@ def test_a_path_that_the_output_cannot_write(
     written = io.BytesIO()
     with io.TextIOWrapper(written, encoding=encoding, write_through=True) as stdout:
         monkeypatch.setattr("sys.stdout", stdout)
-        assert training.main([str(path), "--out", str(out), "--data", str(tiny_mnist), "--cpu"]) == 0
+        command = ["train", str(path), "--out", str(out), "--data", str(tiny_mnist), "--device", "cpu"]
+        with pytest.raises(SystemExit, match="0"):
+            app(command)
         assert b"\\u0416" in written.getvalue()
