@@ -49,7 +49,7 @@ from ._pretrained.files import (
 from ._pretrained.info import WeightsInfo, default_weights, run_weights
 from ._utils.devices import resolve_device
 from ._utils.hub import is_hub_error, refusal
-from .errors import CapszooError, UnknownArgument, UnknownModel, UsageError, WeightsError, unknown_name
+from .errors import CapszooError, UsageError, WeightsError, unknown_name
 from .models._builder import NO_SOURCE
 from .models._factory import create_model, list_models, list_pretrained
 
@@ -76,7 +76,7 @@ def refused_arguments(name: str, kwargs: Mapping[str, Any]) -> Iterator[None]:
     """Raise a network's complaint about the arguments that a user gave as a `UsageError`."""
     try:
         yield
-    except (CapszooError, UnknownModel, UnknownArgument, WeightsError):
+    except CapszooError:
         raise
     except (TypeError, ValueError) as error:
         if not kwargs:
@@ -200,8 +200,6 @@ class Checkpoint:
         name = self.argument
         try:
             return create_model(name, pretrained=pretrained, **kwargs)
-        except (WeightsError, UnknownModel):
-            raise
         except Exception as e:
             if isinstance(e, CapszooError) or not is_hub_error(e):
                 raise

@@ -55,22 +55,20 @@ class NoCapsules(RuntimeError):
     """A plain network, one of the papers' baselines, was asked for capsules."""
 
 
-class UnknownModel(ValueError):
+class UnknownModel(CapszooError, ValueError):
     """A name that is no model of the zoo, or a tag without weights; the message suggests the nearest."""
 
     exit_code = 2
 
 
-class UnknownArgument(TypeError):
+class UnknownArgument(CapszooError, TypeError):
     """A keyword that the model does not accept; the message suggests the nearest valid one."""
 
     exit_code = 2
 
 
-class WeightsError(RuntimeError):
-    """Weights are missing, damaged or do not fit; the message is one line and states how to fix it."""
-
-    exit_code = 1
+class WeightsError(CapszooError, RuntimeError):
+    """Weights are missing, damaged or do not fit."""
 
 
 def first_line(error: BaseException) -> str:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ._utils.files import replacing
-from .errors import CapszooError, UsageError, WeightsError, require
+from .errors import CapszooError, UsageError, require
 from .scores import ImagePrediction
 
 __all__ = ["Job", "Summary", "predict_by_ray"]
@@ -275,7 +275,7 @@ class ShardPredictor:
             tried.unlink(missing_ok=True)
         except OSError as error:
             row["failure"] = f"shard {number}: {error.filename or self.job.out}: {error.strerror or error}"
-        except (CapszooError, WeightsError) as error:
+        except CapszooError as error:
             row["failure"] = f"shard {number}: {error}"
         return {name: [value] for name, value in row.items()}
 

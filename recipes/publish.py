@@ -35,7 +35,7 @@ from capszoo._utils.files import read_npz, replacing, write_atomically
 from capszoo._utils.hub import PublishError, check_repo_id, upload
 from capszoo.checkpoint import resolve
 from capszoo.data import normalize
-from capszoo.errors import WeightsError
+from capszoo.errors import CapszooError
 from capszoo.models._factory import create_model
 
 from .evaluation.plots import draw_curves
@@ -303,7 +303,7 @@ def publish_all(
         try:
             into = Path(out) / name if out else None
             done.append(publish(name, f"{org}/{name}", private, dry_run, into, say, replaces=True))
-        except (PublishError, WeightsError) as error:
+        except CapszooError as error:
             raise PublishError(f"{name} ({len(done)} of {len(bundled_tags())} were done): {error}") from error
         say(f"{done[-1]['repo_id']}: {'checked' if dry_run else 'published'}")
     return done

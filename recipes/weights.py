@@ -523,7 +523,7 @@ def main(argv: list[str] | None = None) -> int:
         run = store_half(args.run, args.data).parent if args.half else args.run
         for path in bundle(run, args.to):
             print(f"{path} ({path.stat().st_size:,} bytes)")
-    except (CapszooError, WeightsError, OSError, ValueError) as error:
+    except (CapszooError, OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0

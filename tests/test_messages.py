@@ -9,12 +9,13 @@ import pytest
 import torch
 
 import capszoo
+from capszoo import errors
 from capszoo._utils.files import not_writable
 from capszoo.cli.group import _one_line
 from capszoo.cli.training import check_recipe_argument
 from capszoo.data import DataError
 from capszoo.data.specs import source_name
-from capszoo.errors import UsageError
+from capszoo.errors import CapszooError, UsageError
 from capszoo.inference import load_model
 from capszoo.layers import engine_choice
 from capszoo.recipes.config import load_recipe
@@ -37,6 +38,16 @@ def test_arguments_that_a_network_refuses() -> None:
         UsageError, match="resnet18: .*unexpected keyword argument 'img_size'.*leave out img_size"
     ):
         load_model("resnet18", pretrained=False, img_size=192)
+
+
+@pytest.mark.parametrize(
+    ("kind", "builtin"),
+    [("WeightsError", RuntimeError), ("UnknownModel", ValueError), ("UnknownArgument", TypeError)],
+)
+def test_one_family_of_errors(kind: str, builtin: type[Exception]) -> None:
+    error = getattr(errors, kind)("what", "remedy")
+    assert isinstance(error, CapszooError) and isinstance(error, builtin)
+    assert _one_line(error) == ("what: remedy", error.exit_code)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from typing import Any
 
 from .._pretrained.catalogue import check_model_argument, checkpoints
 from .._utils.choices import EXTRAS
-from ..errors import CapszooError, WeightsError, first_line, require
+from ..errors import CapszooError, first_line, require
 from .model import MAX_FILE_MB, MAX_ITERATIONS, Answer, AppModel, read_drawing, read_upload
 from .pictures import (
     PICTURE,
@@ -100,7 +100,7 @@ class Models:
                 if name not in self._models:
                     self._models[name] = AppModel(name, self._folder)
                 return self._models[name]
-        except (CapszooError, WeightsError) as error:
+        except CapszooError as error:
             self._failed[name] = str(error)
             raise CapszooError(str(error)) from error
         finally:

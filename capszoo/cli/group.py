@@ -15,7 +15,7 @@ from typing import Any
 from typer.core import TyperCommand, TyperGroup
 
 from .._utils.process import Verbosity, is_quiet, is_verbose, set_verbosity
-from ..errors import CapszooError, UnknownArgument, UnknownModel, UsageError, WeightsError
+from ..errors import CapszooError, UsageError
 from .common import print_error, stderr
 from .examples import EXAMPLES
 
@@ -126,8 +126,6 @@ def _one_line(error: Exception) -> tuple[str, int]:
     if type(error).__name__ == "Abort":
         return "stopped", 1
     message = " ".join(str(error).split()) or type(error).__name__
-    if isinstance(error, (UnknownModel, UnknownArgument, WeightsError)):
-        return message, error.exit_code
     if isinstance(error, UnicodeEncodeError) and "surrogates" in error.reason:
         return f"{error.object[:100]!r} holds bytes that are not UTF-8: rename the file or the folder", 1
     no_memory = (

@@ -31,7 +31,7 @@ from capszoo.data import (
 from capszoo.data.folders import find_splits
 from capszoo.data.specs import Side
 from capszoo.data.summary import SetSummary, summarise
-from capszoo.errors import CapszooError, WeightsError, unknown_name
+from capszoo.errors import CapszooError, unknown_name
 from capszoo.images import MUCH_CROPPED, Framing
 from capszoo.models import CapsuleNet
 from capszoo.models._feedback import FeedbackAgreement, encapnet_feedback
@@ -246,7 +246,7 @@ def create_net(recipe: Recipe, spec: DatasetSpec, initial: bool = True) -> nn.Mo
         source = resolve(init.weights)
         load = partial(source.create, device="cpu")
         net = create_for(recipe.arch, spec.num_classes, spec.input_size, recipe.model_args, create=load)
-    except (CapszooError, WeightsError):
+    except CapszooError:
         raise
     except (TypeError, ValueError) as error:
         raise RecipeError(f"{recipe.name}: {error}") from error
@@ -276,7 +276,7 @@ def start_sha256(recipe: Recipe) -> str | None:
     """The sha256 of the initial weights' file; None for random weights, and where no sha256 is stated."""
     if recipe.init is None or recipe.init.weights.startswith(BACKBONE):
         return None
-    with suppress(CapszooError, WeightsError):  # a run that goes on does not need them
+    with suppress(CapszooError):  # a run that goes on does not need them
         return resolve(recipe.init.weights).stated_sha256()
     return None
 
