@@ -7,10 +7,16 @@ import importlib.util
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
+
+from capszoo.data import DATASETS
+from tests.support.command import write_run
+from tests.support.recipes import COUNTS, write_digits
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -88,3 +94,27 @@ def full_data() -> None:
     """Skips a test that needs the full data sets, in the folders that ``CAPSZOO_DATA`` names."""
     if not os.environ.get("CAPSZOO_DATA"):
         pytest.skip("needs full data sets: set CAPSZOO_DATA to their folder")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_run(tmp_path_factory.mktemp("run"))
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a grey picture of the right size, a larger colour one in a sub-folder, and a text file."""
+    folder = tmp_path_factory.mktemp("pictures")
+    (folder / "more").mkdir()
+    Image.effect_noise((20, 20), 80).save(folder / "a.png")
+    Image.effect_noise((50, 30), 80).convert("RGB").save(folder / "more" / "b.jpg")
+    (folder / "notes.txt").write_text("not a picture")
+    return folder
+
+
+@pytest.fixture
+def tiny_mnist(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Folder of a data set named `mnist` with 120 training and 40 test images."""
+    folder = write_digits(root, tmp_path / "data")
+    monkeypatch.setitem(DATASETS, "mnist", replace(DATASETS["mnist"], counts=COUNTS))
+    return folder

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import hashlib
 import importlib.util
 import json
 import logging
@@ -16,77 +15,16 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import save_file
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
 import capszoo
 from capszoo._pretrained.files import bundled_tags
 from capszoo.cli import app
 from capszoo.cli.training import use_cpu
 from capszoo.layers._native.build import compiler
+from tests.support.command import fails, needs_training, run, succeeds, write_run
 
 MODEL = "resnet20_routingcaps"
-
-
-def run(*arguments: object) -> Result:
-    # some test runners set COLUMNS for their workers, which would wrap the tables
-    return CliRunner().invoke(app, [str(argument) for argument in arguments], env={"COLUMNS": None})
-
-
-def succeeds(*arguments: object) -> str:
-    """stdout of a command that must end with 0."""
-    result = run(*arguments)
-    assert result.exit_code == 0, result.stderr
-    return result.stdout
-
-
-def fails(code: int, *arguments: object) -> str:
-    """The one line of error of a command that must end with ``code`` and print nothing else."""
-    result = run(*arguments)
-    assert result.exit_code == code, result.output
-    assert result.stdout == ""
-    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1, result.stderr
-    assert "Traceback" not in result.stderr
-    return result.stderr.strip()
-
-
-def write_run(folder: Path, **changes: Any) -> Path:
-    """What a finished training run leaves: weights and metadata side by side."""
-    torch.manual_seed(0)
-    model = capszoo.create_model(MODEL, num_classes=3, img_size=20, decoder=True)
-    weights = folder / f"{MODEL}.test.safetensors"
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(model.state_dict(), str(weights))
-    metadata = {
-        "architecture": MODEL,
-        "tag": "test",
-        "sha256": hashlib.sha256(weights.read_bytes()).hexdigest(),
-        "num_classes": 3,
-        "input_size": [1, 20, 20],
-        "mean": [0.1],
-        "std": [0.3],
-        "label_names": ["ant", "bee", "cat"],
-        "model_args": {"decoder": True},
-        **changes,
-    }
-    weights.with_suffix(".json").write_text(json.dumps(metadata))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_run(tmp_path_factory.mktemp("run"))
-
-
-@pytest.fixture(scope="module")
-def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a grey picture of the right size, a larger colour one in a sub-folder, and a text file."""
-    folder = tmp_path_factory.mktemp("pictures")
-    (folder / "more").mkdir()
-    Image.effect_noise((20, 20), 80).save(folder / "a.png")
-    Image.effect_noise((50, 30), 80).convert("RGB").save(folder / "more" / "b.jpg")
-    (folder / "notes.txt").write_text("not a picture")
-    return folder
 
 
 # -- list and info --------------------------------------------------------------------------------------------------
@@ -544,11 +482,6 @@ def test_export_errors(trained: Path, tmp_path: Path) -> None:
 
 
 # -- train ------------------------------------------------------------------------------------------------------------
-
-
-needs_training = pytest.mark.skipif(
-    importlib.util.find_spec("accelerate") is None, reason="needs capszoo[train]"
-)
 
 
 @needs_training

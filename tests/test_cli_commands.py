@@ -23,9 +23,9 @@ from capszoo.cli import app
 from capszoo.cli.examples import EXAMPLES
 from capszoo.data import DATASETS
 from capszoo.errors import CapszooError
-from tests.recipes.conftest import COUNTS, tiny_mnist, write_digits  # noqa: F401
 from tests.support import packed
-from tests.test_cli import fails, needs_training, pictures, run, succeeds, trained, write_run  # noqa: F401
+from tests.support.command import fails, needs_training, run, succeeds, write_run
+from tests.support.recipes import COUNTS, write_digits
 
 MODEL = "resnet20_routingcaps"
 

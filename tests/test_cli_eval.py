@@ -20,10 +20,7 @@ from capszoo.preprocess import model_transform
 from capszoo.recipes.evaluation.iterations import accuracy_by_iterations
 from capszoo.recipes.evaluation.metrics import assess
 from capszoo.recipes.evaluation.target import _check_root, prepare
-from tests.recipes.conftest import tiny_mnist
-from tests.test_cli import fails, run, succeeds, trained, write_run
-
-__all__ = ["tiny_mnist", "trained"]  # fixtures
+from tests.support.command import fails, run, succeeds, write_run
 
 MODEL = "resnet20_routingcaps.mnist"
 

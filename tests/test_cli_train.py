@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from capszoo.recipes.training.step import TrainStep
-from tests.test_cli import fails, needs_training, run, succeeds
+from tests.support.command import fails, needs_training, run, succeeds
 
 pytestmark = needs_training
 

@@ -28,7 +28,7 @@ from capszoo.export.bundle import check_bundle, export_bundle
 from capszoo.export.to_onnx import ExportError, export
 from capszoo.inference import load_model, predict
 from capszoo.scores import score_kind
-from tests.export.toys import ToyCaps
+from tests.support.toys import ToyCaps
 
 MODEL = "resnet20_routingcaps.mnist"
 

@@ -19,7 +19,7 @@ from capszoo.errors import CapszooError, UsageError
 from capszoo.inference import load_model
 from capszoo.layers import engine_choice
 from capszoo.recipes.config import load_recipe
-from tests.test_cli import fails, run, succeeds
+from tests.support.command import fails, run, succeeds
 
 DIGIT = Path(capszoo.__file__).parent / "assets" / "digit_3.png"
 

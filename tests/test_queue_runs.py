@@ -19,10 +19,7 @@ from capszoo.recipes.train import train
 from capszoo.recipes.training.distributed import Stopped
 from scripts import queue_runs
 from scripts.queue_runs import QueueItem, main, pack, read_queue, unpack
-from tests.recipes.conftest import tiny_mnist
-from tests.recipes.training.test_stages import staged_recipe
-
-__all__ = ["tiny_mnist"]
+from tests.support.recipes import staged_recipe
 
 
 def test_the_queue_names_recipes_targets_and_twins(

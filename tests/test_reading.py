@@ -18,7 +18,7 @@ from capszoo.errors import UsageError
 from capszoo.images import fit_drawing, flatten, looks_inverted, pad_to
 from capszoo.preprocess import ImageTransform, model_transform, to_mode
 from tests.support import load_script, packed
-from tests.test_cli import write_run
+from tests.support.command import write_run
 
 MNIST = ImageTransform(1, (28, 28), (0.1307,), (0.3081,))
 

@@ -18,7 +18,7 @@ import capszoo
 from capszoo.checkpoint import NoWeights, resolve
 from capszoo.cli import app
 from capszoo.errors import CapszooError, UnknownModel, UsageError
-from tests.export.toys import ToyCaps
+from tests.support.toys import ToyCaps
 
 pytest.importorskip("onnxruntime")
 import onnxruntime

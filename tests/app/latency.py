@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from .browser import chromium_page, draw, free_port, served
+from tests.support.browser import chromium_page, draw, free_port, served
 
 #: Milliseconds in which the page should show the class of a drawn digit, on a machine that does nothing else.
 LIMIT = 300

@@ -13,7 +13,7 @@ from typing import Any
 
 from PIL import Image
 
-from .browser import chromium_page, draw, free_port, served, set_slider
+from tests.support.browser import chromium_page, draw, free_port, served, set_slider
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 
-from .browser import chromium_page, draw, free_port, served, set_slider
+from tests.support.browser import chromium_page, draw, free_port, served, set_slider
+
 from .latency import EMPTY, times_of_strokes
 
 pytest.importorskip("gradio", reason="needs gradio: make test-site runs this in the site's environment")

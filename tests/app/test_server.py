@@ -37,8 +37,7 @@ from capszoo.app.server import (
     serve,
 )
 from capszoo.errors import CapszooError
-
-from .browser import free_port, served
+from tests.support.browser import free_port, served
 
 MODEL = "resnet20_routingcaps.mnist"
 DIGITS = Path(capszoo.__file__).parent / "assets"

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from capszoo.data import Augment, DataError, normalize
 from capszoo.data.augment import affine_matrices, crop, erase, jitter, resize, share, shift_in_margin, warp
+from tests.support.formats import STRONG
 
 
 def generator(seed: int = 3) -> torch.Generator:
@@ -188,23 +189,6 @@ def test_jitter_is_torchvisions() -> None:
     grey = torch.rand(2, 1, 4, 4, generator=generator())
     bright = jitter(grey, brightness=torch.tensor([0.5, 1.0]))
     torch.testing.assert_close(bright, torch.stack((grey[0] / 2, grey[1])))
-
-
-STRONG = Augment(
-    shift=3,
-    flip=True,
-    rotation=20,
-    shear=0.2,
-    scale=(0.8, 1.2),
-    brightness=0.2,
-    contrast=0.2,
-    saturation=0.2,
-    hue=0.2,
-    tilt=30,
-    squeeze=0.25,
-    shift_in_margin=True,
-    erase=4,
-)
 
 
 def test_everything_together_is_per_image_and_reproducible() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from capszoo.data import Augment, Batch, Batches, DataError, ImageSet, dataset_spec, split_validation
 from capszoo.data.batches import balanced_order
 from capszoo.data.generate import Overlay
-from tests.data.test_augment import STRONG
+from tests.support.formats import STRONG
 
 
 @pytest.fixture

@@ -18,8 +18,8 @@ import pytest
 from capszoo.data import DataError, load_dataset
 from capszoo.data import download as download_module
 from capszoo.data.download import RemoteFile, fetch, remote_files
-from tests.data.formats import write_idx
-from tests.test_cli import fails, succeeds
+from tests.support.command import fails, succeeds
+from tests.support.formats import write_idx
 
 
 class _Quiet(SimpleHTTPRequestHandler):

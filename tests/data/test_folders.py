@@ -23,8 +23,8 @@ from capszoo.data.folders import find_splits
 from capszoo.data.specs import source_name
 from capszoo.data.summary import summarise
 from capszoo.images import Framing
-from tests.data.formats import write_idx, write_image, write_parquet
-from tests.test_cli import succeeds
+from tests.support.command import succeeds
+from tests.support.formats import write_idx, write_image, write_parquet
 
 
 @pytest.fixture

@@ -22,8 +22,8 @@ from capszoo.data import (
 from capszoo.data.generate import ByClass, Distort, Overlay, Scatter, place
 from capszoo.data.sources import compose
 from capszoo.losses import bce_loss, margin_loss
-from tests.data.formats import write_idx
 from tests.support import packed
+from tests.support.formats import write_idx
 
 
 @pytest.fixture(scope="module")

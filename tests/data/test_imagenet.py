@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from capszoo.data import DataError, load_dataset
 from capszoo.data.imagenet import Ilsvrc, build, class_accuracies, hardest, load_judge
-from tests.data.formats import write_image
-from tests.test_cli import fails, succeeds
+from tests.support.command import fails, succeeds
+from tests.support.formats import write_image
 
 CLASSES = ["n00000001", "n00000002", "n00000003"]
 

@@ -17,7 +17,7 @@ from capszoo.data.readers import (
     read_parquet,
     read_svhn_mat,
 )
-from tests.data.formats import write_idx, write_image, write_norb_matrix, write_parquet, write_svhn
+from tests.support.formats import write_idx, write_image, write_norb_matrix, write_parquet, write_svhn
 
 
 @pytest.fixture

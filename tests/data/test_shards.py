@@ -20,8 +20,8 @@ from capszoo.data import folders as folders_module
 from capszoo.data import shards as shards_module
 from capszoo.data.folders import find_splits
 from capszoo.data.sets import buffered_order, keyed_generator
-from tests.data.formats import write_shards, write_tar
 from tests.support import no_home
+from tests.support.formats import write_shards, write_tar
 
 COUNT, PER_SHARD = 50, 8
 

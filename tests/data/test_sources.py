@@ -19,7 +19,7 @@ from capszoo.data import (
     load_dataset,
     split_validation,
 )
-from tests.data.formats import write_idx, write_parquet, write_smallnorb, write_svhn
+from tests.support.formats import write_idx, write_parquet, write_smallnorb, write_svhn
 
 
 @pytest.fixture

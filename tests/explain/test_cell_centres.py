@@ -11,7 +11,7 @@ from torch import nn
 import capszoo
 from capszoo.explain import Explanation, explain
 from capszoo.explain.cell_centres import CellCentres, centres_of, recorded_centres
-from tests.explain.test_heat_map import _flat
+from tests.support.explain import flat_map
 
 
 def _receptive_field(net: nn.Module, size: int, cell: int) -> tuple[float, float]:
@@ -79,7 +79,7 @@ def test_behind_a_head_that_averages_the_map_first() -> None:
 def test_the_overlay_has_a_cell_at_its_centre_and_nothing_outside() -> None:
     values = torch.ones(3, 3)
     values[0, 2] = 9
-    found = _flat(values, centres=(CellCentres(4.5, 2), CellCentres(3.5, 2)))
+    found = flat_map(values, centres=(CellCentres(4.5, 2), CellCentres(3.5, 2)))
     heat = found.heat_at(12, 12)
     assert heat[4, 7] == heat.max() == found.relative[0, 2]  # the pixel whose centre is (4.5, 7.5)
     assert heat[6, 3] == found.relative[1, 0]

@@ -12,7 +12,7 @@ from capszoo.errors import CapszooError
 from capszoo.explain.convergence import ITERATIONS, iteration_changes
 from capszoo.explain.routing_stats import canonical
 from capszoo.layers.dynamic import dynamic_routing
-from tests.models.zoo_cases import calibrate, has_capsules, images, names, small
+from tests.support.zoo import calibrate, has_capsules, images, names, small
 
 QUICK = ("capsnet_em_norb_small", "capsnet6_em", "idpa_cnn", "cnn_routingpool", "resnet20_routingcaps")
 

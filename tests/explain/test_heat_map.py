@@ -17,11 +17,12 @@ from PIL import Image
 import capszoo
 from capszoo._utils.files import NotWritable
 from capszoo.errors import CapszooError, UsageError
-from capszoo.explain import Explanation, explain, heat_map, save_figure, save_heat_grid
+from capszoo.explain import explain, heat_map, save_figure, save_heat_grid
 from capszoo.explain.heat_map import MEANINGS, METHODS
 from capszoo.explain.plotting import save_columns
 from capszoo.preprocess import model_transform
-from tests.export.toys import ToyCaps
+from tests.support.explain import flat_map
+from tests.support.toys import ToyCaps
 
 
 @pytest.fixture
@@ -165,17 +166,11 @@ def test_methods_that_do_not_exist_or_lack_their_library(
         explain(model, picture, method="occlusion")
 
 
-def _flat(values: torch.Tensor, **more: Any) -> Explanation:
-    scores = torch.tensor([0.2, 0.8])
-    image = torch.full((1, 12, 12), 0.5)
-    return Explanation(values / values.sum(), image, scores, 1, 1, ("no", "yes"), **more)
-
-
 def test_noise_about_an_even_share_is_not_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     noise = torch.ones(6, 6) + 0.08 * torch.linspace(-1, 1, 36).view(6, 6)
     even, rounding, strong = (
-        _flat(values) for values in (noise, 1 + 1e-7 * noise, torch.ones(6, 6) + 2 * torch.eye(6))
+        flat_map(values) for values in (noise, 1 + 1e-7 * noise, torch.ones(6, 6) + 2 * torch.eye(6))
     )
     assert even.is_even and rounding.is_even and not strong.is_even
     coloured = []
@@ -191,11 +186,11 @@ def test_uncovered_cells_are_left_out(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     covered = torch.ones(4, 4, dtype=torch.bool)
     covered[-1] = False
-    explanation = _flat(covered.float(), covered=covered)
+    explanation = flat_map(covered.float(), covered=covered)
     assert explanation.relative[:3].allclose(torch.ones(3, 4)) and explanation.relative[3].isnan().all()
     assert explanation.is_even  # what is covered is
     assert explanation.heat_at(8, 8).isfinite().all()
-    whole = _flat(torch.ones(4, 4))
+    whole = flat_map(torch.ones(4, 4))
     drawn = [
         save_figure(one, tmp_path / f"{i}.png").read_bytes() for i, one in enumerate((explanation, whole))
     ]

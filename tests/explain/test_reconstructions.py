@@ -24,9 +24,9 @@ from capszoo.explain.reconstructions import (
     save_perturbation,
 )
 from capszoo.preprocess import model_transform
-from tests.explain.test_routing_stats import FAMILIES, REPEATED
-from tests.export.toys import ToyCaps
-from tests.models.zoo_cases import slow_unless, small
+from tests.support.explain import FAMILIES, REPEATED
+from tests.support.toys import ToyCaps
+from tests.support.zoo import slow_unless, small
 
 
 @pytest.fixture

@@ -13,23 +13,8 @@ from capszoo.explain.routing_stats import BINS, coupling_entropy, routing_stats
 from capszoo.layers.squash import squash
 from capszoo.models import CapsuleOutput
 from capszoo.models._base import CouplingLayout, Votes
-from tests.models.zoo_cases import calibrate, has_capsules, images, names, slow_unless, small
-
-FAMILIES = (
-    "capsnet_dynamic",
-    "capsnet_dynamic_multimnist",
-    "capsnet6_dynamic",
-    "capsnet_em_norb_small",
-    "capsnet6_em",
-    "idpa_cnn",
-    "idpa_cnn_cifar100",
-    "cnn_routingpool",
-    "resnet20_routingcaps",
-    "encapnet6",
-)
-
-#: of layers that others of the list have: in the slow suite
-REPEATED = ("capsnet_dynamic_multimnist", "capsnet6_em", "idpa_cnn_cifar100")
+from tests.support.explain import FAMILIES, REPEATED
+from tests.support.zoo import calibrate, has_capsules, images, names, slow_unless, small
 
 
 def test_entropy_of_even_and_of_single_couplings() -> None:

@@ -20,7 +20,7 @@ from capszoo.export.options import (
 )
 from capszoo.export.to_onnx import export, prepare, write
 from capszoo.export.to_torch_tensorrt import compile_module
-from tests.export.toys import ToyCaps
+from tests.support.toys import ToyCaps
 
 WAYS: dict[str, Callable[..., Any]] = {
     "export": lambda folder, **options: export(ToyCaps(1), folder / "x.onnx", **options),

@@ -12,7 +12,7 @@ import torch
 from capszoo.export.compare import EagerRunner, OnnxRunner, compare_outputs
 from capszoo.export.prepare import prepare
 from capszoo.export.to_onnx import export
-from tests.models import zoo_cases as zoo
+from tests.support import zoo
 
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")

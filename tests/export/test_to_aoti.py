@@ -18,7 +18,7 @@ from capszoo.export import to_aoti, to_onnx
 from capszoo.export.bundle import check_bundle, compare_bundle, export_bundle, open_runner
 from capszoo.export.compare import EagerRunner
 from capszoo.export.to_onnx import ExportError
-from tests.export.toys import ToyCaps
+from tests.support.toys import ToyCaps
 
 pytest.importorskip("onnxruntime")
 

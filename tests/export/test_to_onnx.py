@@ -26,7 +26,7 @@ from capszoo.export.verify.gate import Gate, _probe_batches, _same_answers, veri
 from capszoo.export.verify.graph_rules import node_types
 from capszoo.export.verify.images import RealImages
 from capszoo.models import CapsuleOutput
-from tests.export.toys import ToyCaps
+from tests.support.toys import ToyCaps
 
 FIXTURE = Path(__file__).resolve().parents[1] / "fixtures" / "mnist_test_1000.npz"
 

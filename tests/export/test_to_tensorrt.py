@@ -17,7 +17,7 @@ from capszoo.errors import CapszooError, UsageError
 from capszoo.export import to_onnx, to_tensorrt
 from capszoo.export.to_onnx import ExportError, ExportReport
 from capszoo.export.to_tensorrt import BuildOptions, TensorRTRunner, build_engine, trtexec_line
-from tests.export.toys import ToyCaps
+from tests.support.toys import ToyCaps
 
 pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")

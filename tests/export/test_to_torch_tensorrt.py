@@ -13,7 +13,7 @@ from capszoo.export import to_torch_tensorrt
 from capszoo.export.to_onnx import ExportError
 from capszoo.export.to_tensorrt import BuildOptions
 from capszoo.export.to_torch_tensorrt import compile_module, find_torch_tensorrt
-from tests.export.toys import ToyCaps
+from tests.support.toys import ToyCaps
 
 
 def fake(wrong: bool = False, fails: bool = False, strong_only: bool = False) -> Any:

@@ -20,7 +20,7 @@ import capszoo
 from capszoo.errors import UsageError
 from capszoo.export import to_onnx, to_tensorrt
 from capszoo.export.to_onnx import ExportError
-from tests.models import zoo_cases as zoo
+from tests.support import zoo
 
 pytest.importorskip("onnx")
 pytest.importorskip("onnxscript")

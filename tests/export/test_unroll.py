@@ -16,7 +16,7 @@ from capszoo.export.unroll import (
     routing_iterations,
     set_routing_iterations,
 )
-from tests.export.toys import ToyCaps
+from tests.support.toys import ToyCaps
 
 
 def count_norms(model: nn.Module) -> int:

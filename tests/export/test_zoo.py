@@ -14,8 +14,7 @@ from capszoo.errors import UsageError
 from capszoo.export.compare import EagerRunner, OnnxRunner, compare_outputs
 from capszoo.export.prepare import prepare
 from capszoo.export.to_onnx import ExportError, ExportReport, export
-from tests.models import zoo_cases as zoo
-from tests.support import warm
+from tests.support import warm, zoo
 
 pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")

@@ -22,27 +22,11 @@ from capszoo.layers.engine_choice import record_engines, use_engines
 from capszoo.layers.tuning import tuned
 from tests.reference import dynamic as naive
 from tests.support import LargestTensor
+from tests.support.layers import assert_same, dense_transforms
 
 F64 = torch.float64
 AXES = ["parents", "children"]
 INITS = ["zero", "random", "learned"]
-
-
-def assert_same(fast: Tensor, expected: Tensor, inputs: list[Tensor]) -> None:
-    """Equal values, and equal gradients of a random functional of them."""
-    torch.testing.assert_close(fast, expected, atol=1e-11, rtol=1e-10)
-    weights = torch.randn(fast.shape, dtype=F64)
-    grads = torch.autograd.grad((fast * weights).sum(), inputs)
-    expected_grads = torch.autograd.grad((expected * weights).sum(), inputs)
-    for grad, expected_grad in zip(grads, expected_grads, strict=True):
-        assert expected_grad.abs().max() > 0
-        torch.testing.assert_close(grad, expected_grad, atol=1e-10, rtol=1e-9)
-
-
-def dense_transforms(layer: DynamicRouting) -> Tensor:
-    """``[i, d, j * e]`` as ``[i, j, e, d]``."""
-    weight = layer.weight.reshape(layer.in_caps, layer.in_dim, layer.out_caps, layer.out_dim)
-    return weight.permute(0, 2, 3, 1)
 
 
 def start_of(layer: torch.nn.Module) -> Tensor | None:

@@ -18,9 +18,9 @@ from capszoo.layers.em.blocked import VoteBuffer
 from capszoo.layers.em.steps import MIN_SHARE, parent_logits
 from capszoo.layers.engine_choice import record_engines, use_engines
 from capszoo.layers.tuning import tuned
-from tests.layers.test_engines import Largest
 from tests.reference import em as naive
 from tests.support import LargestTensor
+from tests.support.layers import Largest
 
 F64 = torch.float64
 

@@ -16,8 +16,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._library.custom_ops import OPDEFS
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -47,6 +45,7 @@ from capszoo.layers.engine import Engine, Reference, RoutingLayer
 from capszoo.layers.engine_choice import TARGETS, record_engines, use_engines
 from capszoo.layers.idpa.blocked import idpa_pass
 from capszoo.layers.tuning import TUNING, tuned
+from tests.support.layers import Largest
 
 F64 = torch.float64
 ROOT = Path(__file__).resolve().parents[2]
@@ -469,20 +468,6 @@ def test_couplings_change_nothing(case: Case, engine: type[Engine]) -> None:
     with use_engines("reference"):
         expected = flat(module(*x))
     assert deviation(plain, expected) < engine.atol[F64] and deviation(frozen, expected) < engine.atol[F64]
-
-
-class Largest(TorchDispatchMode):
-    """Numbers in the largest result of any operator, and of one of our own operators' buffers."""
-
-    numbers = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "capszoo":
-            with self:  # what an operator of ours calls is seen, too
-                return OPDEFS[func._schema.name]._init_fn(*args, **(kwargs or {}))
-        out = func(*args, **(kwargs or {}))
-        self.numbers = max([self.numbers, *(t.numel() for t in flat(out))])
-        return out
 
 
 @pytest.mark.parametrize(

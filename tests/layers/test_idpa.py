@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, library, nn
+from torch import Tensor, library
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -17,47 +17,9 @@ from capszoo.layers.engine_choice import record_engines, use_engines
 from capszoo.layers.idpa import blocked
 from capszoo.layers.tuning import TUNING, tuned
 from tests.reference import idpa as naive
+from tests.support.layers import assert_same, describe, shaken
 
 F64 = torch.float64
-
-
-def describe(layer: nn.Module) -> naive.Layer:
-    """The naive description of a layer, on its own parameters."""
-    conv = isinstance(layer, ConvIDPA)
-    return naive.Layer(
-        layer.weight,
-        layer.rows,
-        kernel=layer.kernel_size if conv else 0,
-        stride=layer.stride if conv else 1,
-        padding=layer.padding if conv else 0,
-        scale=layer.scale != 1.0,
-        start=None if layer.parent_init == "zero" else layer.start,
-        norm_weight=layer.norm.weight if layer.layer_norm else None,
-        norm_bias=layer.norm.bias if layer.layer_norm else None,
-        layer_norm=layer.layer_norm,
-        beta_v=layer.beta_v,
-        beta_a=layer.beta_a,
-    )
-
-
-def shaken(module: nn.Module) -> nn.Module:
-    """In float64, with parameters away from their special initial values (norms, starts, betas)."""
-    module.double()
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.add_(0.3 * torch.randn_like(parameter))
-    return module
-
-
-def assert_same(fast: Tensor, expected: Tensor, inputs: list[Tensor]) -> None:
-    """Equal values, and equal gradients of a random functional of them."""
-    torch.testing.assert_close(fast, expected, atol=1e-10, rtol=1e-9)
-    weights = torch.randn(fast.shape, dtype=F64)
-    grads = torch.autograd.grad((fast * weights).sum(), inputs, retain_graph=True)
-    expected_grads = torch.autograd.grad((expected * weights).sum(), inputs, retain_graph=True)
-    for grad, expected_grad in zip(grads, expected_grads, strict=True):
-        assert expected_grad.abs().max() > 0
-        torch.testing.assert_close(grad, expected_grad, atol=1e-9, rtol=1e-8)
 
 
 def small_stack(

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from capszoo.layers import SelfAttentionRouting, Squash, exponential_squash, self_attention_routing
-from tests.layers.test_dynamic import assert_same, dense_transforms
 from tests.reference import dynamic as naive_votes
 from tests.reference import self_attention as naive
 from tests.reference.squash import exponential_squash_vector
+from tests.support.layers import assert_same, dense_transforms
 
 F64 = torch.float64
 

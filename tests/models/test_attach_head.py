@@ -22,7 +22,7 @@ from capszoo.models._backbones import BackboneFeatures, Unused, create_backbone,
 from capszoo.models._heads import HEADS
 from capszoo.preprocess import model_transform
 from capszoo.recipes.finetune import backbone_source
-from tests.models.zoo_cases import calibrate, images, slow_unless
+from tests.support.zoo import calibrate, images, slow_unless
 
 #: backbone, a small size, and another that is not square
 BACKBONES: dict[str, tuple[int, tuple[int, int]]] = {

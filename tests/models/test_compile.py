@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.models.zoo_cases import images, names, small
+from tests.support.zoo import images, names, small
 
 #: The others are swept by ``make test-slow``; tests/layers/test_engines.py compiles every routing by itself.
 QUICK = ("idpa_cnn",)

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import capszoo
-from tests.models.zoo_cases import calibrate, images
 from tests.reference import dynamic as naive_votes
 from tests.reference import self_attention as naive
+from tests.support.zoo import calibrate, images
 
 MULTIMNIST: dict[str, Any] = {
     "img_size": 36,

@@ -12,8 +12,8 @@ import capszoo
 from capszoo.layers import FCIDPA, ConvIDPA
 from capszoo.models._adapt import adapt_state_dict
 from capszoo.models.idpa import IdpaNet
-from tests.layers.test_idpa import assert_same, describe, shaken
 from tests.reference import idpa as naive
+from tests.support.layers import assert_same, describe, shaken
 
 F64 = torch.float64
 

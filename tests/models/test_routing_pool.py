@@ -12,8 +12,8 @@ from torch.nn.utils import prune
 import capszoo
 from capszoo.errors import NoCapsules
 from capszoo.layers import RoutingCaps, RoutingPool2d
-from tests.models.zoo_cases import images, relative_difference, slow_unless, small
 from tests.reference import routing_pool as reference
+from tests.support.zoo import images, relative_difference, slow_unless, small
 
 
 @pytest.mark.parametrize("name", ["cnn_routingpool", "resnet20_routingpool"])

@@ -36,7 +36,7 @@ def _fly(root: Path, home: Path, quick: bool, path: Path | None = None) -> list[
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING"))}
     search = [str(part) for part in (path, root) if part is not None]
     done = subprocess.run(
-        [sys.executable, "-m", "tests.models.canary", str(home), *(["quick"] if quick else [])],
+        [sys.executable, "-m", "tests.support.canary", str(home), *(["quick"] if quick else [])],
         cwd=root,
         env={**kept, "PYTHONPATH": os.pathsep.join(search)},
         capture_output=True,

@@ -24,7 +24,7 @@ import capszoo
 from capszoo import CapsuleNet
 from capszoo.errors import UnknownArgument
 from capszoo.layers import use_engines
-from tests.models.zoo_cases import calibrate, each_family, images, names, small, small_arguments
+from tests.support.zoo import calibrate, each_family, images, names, small, small_arguments
 
 NAMES = names()
 each_model = pytest.mark.parametrize("name", NAMES)

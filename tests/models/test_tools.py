@@ -15,7 +15,7 @@ from torch.nn.utils import parametrizations, prune, spectral_norm
 
 from capszoo.errors import NoCapsules
 from capszoo.models._heads import HEADS, head_arguments
-from tests.models.zoo_cases import calibrate, each_family, images, relative_difference, small
+from tests.support.zoo import calibrate, each_family, images, relative_difference, small
 
 #: Models that between them have every kind of layer with weights of its own.
 MODELS: dict[str, dict[str, Any]] = {

@@ -33,7 +33,7 @@ from capszoo.models._heads import CapsuleHead
 from capszoo.preprocess import model_transform
 from capszoo.scores import score_kind
 from capszoo.summary import summarise
-from tests.models.zoo_cases import (
+from tests.support.zoo import (
     REPRESENTATIVES,
     calibrate,
     each_family,

@@ -3,35 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from capszoo.data import DATASETS
-from tests.data.formats import write_idx
-from tests.support import PACKED
-
-COUNTS = {"train": 120, "test": 40}
-
-
-def write_digits(root: Path, folder: Path) -> Path:
-    """Real digits as idx files below `folder`, as many as `COUNTS` says."""
-    digits = np.load(root / "tests" / "fixtures" / PACKED["mnist"])
-    (folder / "mnist").mkdir(parents=True)
-    for stem, part in (("train", slice(0, 120)), ("t10k", slice(120, 160))):
-        write_idx(folder / "mnist" / f"{stem}-images-idx3-ubyte", digits["images"][part])
-        write_idx(folder / "mnist" / f"{stem}-labels-idx1-ubyte", digits["labels"][part])
-    return folder
-
-
-@pytest.fixture
-def tiny_mnist(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Folder of a data set named `mnist` with 120 training and 40 test images."""
-    folder = write_digits(root, tmp_path / "data")
-    monkeypatch.setitem(DATASETS, "mnist", replace(DATASETS["mnist"], counts=COUNTS))
-    return folder
+from capszoo.data import ImageSet
+from tests.support import packed
+from tests.support.recipes import COUNTS, write_digits, write_photos
 
 
 @pytest.fixture
@@ -58,3 +36,14 @@ def _quick_runs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 @pytest.fixture
 def real_curves() -> None:
     """Curves of a run are drawn."""
+
+
+@pytest.fixture(scope="module")
+def digits(root: Path) -> ImageSet:
+    return packed(root, "mnist")
+
+
+@pytest.fixture
+def photos(digits: ImageSet, tmp_path: Path) -> Path:
+    """Three classes of 10, 12 and 8 images, without splits."""
+    return write_photos(digits, tmp_path / "My photos", {"one": 10, "three": 12, "eight": 8})

@@ -21,7 +21,7 @@ from huggingface_hub import ModelCard
 from PIL import Image
 from safetensors.torch import load_file
 from timm.models import save_for_hf
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
 import capszoo
 from capszoo.cli import app
@@ -39,40 +39,15 @@ from capszoo.recipes.training import setup
 from capszoo.recipes.training.distributed import TrainingError
 from capszoo.recipes.training.early_stop import BestEpoch
 from capszoo.recipes.training.setup import create_net, create_optimizer
-from tests.models.zoo_cases import names, small
-from tests.recipes.training import test_distributed
-from tests.support import load_script, packed
+from tests.support import load_script, recipes
+from tests.support.command import run
+from tests.support.recipes import write_photos
+from tests.support.zoo import names, small
 
 MODEL = "resnet20_routingcaps.mnist"
 WEIGHTS = Path(capszoo.__file__).parent / "weights"
 NAMES = ("eight", "one", "three")  # the folders' order, which is not that of the digits
 QUICK = ("capsnet_em", "encapnet_v1", "idpa_cnn", "resnet20_routingcaps", "resnet20_routingpool")
-
-
-def write_digits(images: ImageSet, folder: Path, counts: dict[str, int], start: int = 0) -> Path:
-    """Real digits as PNG files, a folder per class; `counts` images of each from number `start` on."""
-    digits = {"one": 1, "three": 3, "eight": 8}
-    for name, count in counts.items():
-        (folder / name).mkdir(parents=True)
-        mine = (images.labels == digits[name]).nonzero().flatten()[start : start + count].tolist()
-        for index in mine:
-            Image.fromarray(images.images[index, 0].numpy()).save(folder / name / f"{index:04d}.png")
-    return folder
-
-
-@pytest.fixture(scope="module")
-def digits(root: Path) -> ImageSet:
-    return packed(root, "mnist")
-
-
-@pytest.fixture
-def photos(digits: ImageSet, tmp_path: Path) -> Path:
-    """Three classes of 10, 12 and 8 images, without splits."""
-    return write_digits(digits, tmp_path / "My photos", {"one": 10, "three": 12, "eight": 8})
-
-
-def run(*arguments: object) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments], env={"COLUMNS": None})
 
 
 def with_capszoo(root: Path) -> dict[str, str]:
@@ -89,9 +64,9 @@ def metadata(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_from_the_command_to_predict_and_export(root: Path, digits: ImageSet, tmp_path: Path) -> None:
-    write_digits(digits, tmp_path / "split" / "train", {"one": 10, "three": 12, "eight": 8})
-    write_digits(digits, tmp_path / "split" / "val", {"one": 4, "three": 4, "eight": 4}, start=20)
-    write_digits(digits, tmp_path / "split" / "test", {"one": 9, "three": 5, "eight": 6}, start=30)
+    write_photos(digits, tmp_path / "split" / "train", {"one": 10, "three": 12, "eight": 8})
+    write_photos(digits, tmp_path / "split" / "val", {"one": 4, "three": 4, "eight": 4}, start=20)
+    write_photos(digits, tmp_path / "split" / "test", {"one": 9, "three": 5, "eight": 6}, start=30)
     out = tmp_path / "run"
     done = run(
         "finetune",
@@ -488,8 +463,8 @@ def test_a_rare_class_chooses_the_epoch_and_is_named_at_the_end(
 ) -> None:
     """An epoch that finds the rare class is better than one that calls everything by the frequent one."""
     folder = tmp_path / "photos"
-    write_digits(digits, folder / "train", {"one": 20, "three": 4, "eight": 4})
-    write_digits(digits, folder / "val", {"one": 18, "three": 2}, start=30)
+    write_photos(digits, folder / "train", {"one": 20, "three": 4, "eight": 4})
+    write_photos(digits, folder / "val", {"one": 18, "three": 2}, start=30)
     (folder / "val" / "eight").mkdir()
     counted = iter([(0, 18, 0), (0, 14, 2), (0, 18, 0)])  # eight, one, three
     monkeypatch.setattr(
@@ -606,7 +581,7 @@ def test_two_processes_end_with_the_same_weights_and_one_writes(
     next((photos / "one").iterdir()).unlink()  # an odd number is left to learn from
     out, notes = tmp_path / "run", tmp_path / "notes"
     argv = [MODEL, str(photos), str(out), str(notes)]
-    done = test_distributed.run(root, test_distributed.launched("tests.recipes.run_finetune", argv, 2))
+    done = recipes.run(root, recipes.launched("tests.support.run_finetune", argv, 2))
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("re-initialised") == 1, "what one says the other need not"
     raw = json.loads((out / "resnet20_routingcaps.my_photos.json").read_text())

@@ -15,8 +15,8 @@ from typer.testing import CliRunner, Result
 from capszoo.cli import app
 from capszoo.data import ImageSet
 from capszoo.recipes.finetune import finetune
-from tests.recipes.test_finetune import write_digits
 from tests.support import packed
+from tests.support.recipes import write_photos
 
 SMALL = ["--img-size", "32", "--epochs", "1", "--device", "cpu", "--set", "model_args.head_args.caps_types=4"]
 
@@ -28,7 +28,7 @@ def digits(root: Path) -> ImageSet:
 
 @pytest.fixture
 def photos(digits: ImageSet, tmp_path: Path) -> Path:
-    return write_digits(digits, tmp_path / "photos", {"one": 6, "three": 6})
+    return write_photos(digits, tmp_path / "photos", {"one": 6, "three": 6})
 
 
 @pytest.fixture

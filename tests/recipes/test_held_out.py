@@ -14,8 +14,11 @@ from capszoo.recipes.config import load_recipe
 from capszoo.recipes.evaluation.target import prepare
 from capszoo.recipes.finetune import finetune
 from capszoo.recipes.training import setup
-from tests.recipes.test_finetune import MODEL, digits, photos, run, write_digits  # noqa: F401
 from tests.support import packed
+from tests.support.command import run
+from tests.support.recipes import write_photos
+
+MODEL = "resnet20_routingcaps.mnist"
 
 
 def _spy(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
@@ -74,8 +77,8 @@ def test_a_stratified_part(photos: Path, tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_an_own_validation_split(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     images = packed(root, "mnist")
-    write_digits(images, tmp_path / "own" / "train", {"one": 8, "three": 8, "eight": 8})
-    write_digits(images, tmp_path / "own" / "val", {"one": 3, "three": 4, "eight": 5}, start=20)
+    write_photos(images, tmp_path / "own" / "train", {"one": 8, "three": 8, "eight": 8})
+    write_photos(images, tmp_path / "own" / "val", {"one": 3, "three": 4, "eight": 5}, start=20)
     seen = _spy(monkeypatch)
     out = tmp_path / "run"
     finetune(MODEL, tmp_path / "own", out, epochs=1, cpu=True, tag="mine")
@@ -106,7 +109,7 @@ def test_weights_of_the_zoo(root: Path) -> None:
 def test_val_is_not_the_test_set_of_a_run_that_validates_on_it(digits: ImageSet, tmp_path: Path) -> None:  # noqa: F811
     folder = tmp_path / "own"
     for number, split in enumerate(("train", "val")):
-        write_digits(digits, folder / split, {"one": 4, "three": 4}, 4 * number)
+        write_photos(digits, folder / split, {"one": 4, "three": 4}, 4 * number)
     tree = {
         "arch": "idpa_cnn",
         "tag": "own",
@@ -116,6 +119,6 @@ def test_val_is_not_the_test_set_of_a_run_that_validates_on_it(digits: ImageSet,
     with pytest.raises(DataError, match="no test split besides val, .*: set data.test=false"):
         setup.load_data(load_recipe(tree), None)
     assert setup.load_data(load_recipe(tree, ["data.test=false"]), None).test is None
-    write_digits(digits, folder / "test", {"one": 4, "three": 4}, 8)
+    write_photos(digits, folder / "test", {"one": 4, "three": 4}, 8)
     found = setup.load_data(load_recipe(tree), None)
     assert found.test is not None and found.fingerprints["test"] != found.fingerprints["val"]

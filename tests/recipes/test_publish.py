@@ -27,15 +27,12 @@ from capszoo.recipes.evaluation.target import create_for
 from capszoo.recipes.publish import PublishError, publish
 from capszoo.recipes.release.public import public
 from capszoo.recipes.weights import write_weights
-from tests.hub import Fault, Hub, Repo
-from tests.hub_client import Client, Done
 from tests.support import packed
+from tests.support.hub import Fault, Hub, Repo
+from tests.support.hub_client import Client, Done
+from tests.support.recipes import HISTORY
 
 LABELS = ("cat", "dog", "owl")
-HISTORY = [
-    {"epoch": 1, "step": 3, "lr": 0.1, "train_loss": 1.1, "train_top1": 40.0, "val_top1": 50.0},
-    {"epoch": 2, "step": 6, "lr": 0.0, "train_loss": 0.9, "train_top1": 60.0, "val_top1": 55.0},
-]
 FILES = {
     "README.md",
     "config.json",

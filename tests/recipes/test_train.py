@@ -24,7 +24,7 @@ from capszoo.data import Batches, DataError, load_dataset, split_validation
 from capszoo.errors import UsageError
 from capszoo.models import WeightsError
 from capszoo.recipes import train as train_module
-from capszoo.recipes.config import Recipe, RecipeError
+from capszoo.recipes.config import RecipeError
 from capszoo.recipes.evaluate import evaluate
 from capszoo.recipes.evaluation import target
 from capszoo.recipes.train import TrainingError, train
@@ -35,22 +35,8 @@ from capszoo.recipes.training.log import RunLog
 from capszoo.recipes.training.run_folder import RunLock
 from capszoo.recipes.training.state import save_state
 from capszoo.recipes.weights import bundle
-from tests.test_cli import fails, succeeds
-
-
-def tiny_recipe(**changes: Any) -> Recipe:
-    tree: dict[str, Any] = {
-        "arch": "resnet20_routingcaps",
-        "tag": "mnist",
-        "model_args": {"depth": 8},  # the smallest body of its kind: the tests are about the loop
-        "data": {"name": "mnist", "val_size": 20, "augment": {"shift": 2}},
-        "epochs": 2,
-        "batch_size": 32,
-        "optimizer": {"name": "adamw", "lr": 0.003},
-        "loss": {"name": "margin"},
-        "clip_grad": 1.0,
-    }
-    return Recipe.model_validate({**tree, **changes})
+from tests.support.command import fails, succeeds
+from tests.support.recipes import tiny_recipe
 
 
 def test_training_and_evaluation_on_a_cpu_keep_memory(

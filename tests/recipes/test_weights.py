@@ -36,8 +36,7 @@ from capszoo.recipes.weights import (
     golden_file,
     write_weights,
 )
-
-from .test_publish import HISTORY
+from tests.support.recipes import HISTORY
 
 NAME = "resnet20_routingcaps.mnist"
 

@@ -25,8 +25,8 @@ import pytest
 from capszoo.cli.examples import EXAMPLES
 from scripts.site.families import FAMILIES, example_code, models_of
 from scripts.site.reference import API_MODULES, public_names
-from tests.app.browser import chromium_page, draw
-from tests.models.zoo_cases import has_capsules
+from tests.support.browser import chromium_page, draw
+from tests.support.zoo import has_capsules
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -30,8 +30,8 @@ from capszoo.export.bundle import check_bundle, compare_bundle, export_bundle, r
 from capszoo.export.bundle.check import _verified, open_runner
 from capszoo.export.verify.images import load_images
 from capszoo.inference import load_model, predict
-from tests.export.toys import ToyCaps
 from tests.support import load_script
+from tests.support.toys import ToyCaps
 
 pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")

@@ -23,8 +23,8 @@ from capszoo.export.passes import int8
 from capszoo.export.to_onnx import ExportError
 from capszoo.export.verify.gate import _int8_accuracy
 from capszoo.export.verify.images import RealImages, open_images, transformed
-from tests.export.toys import ToyCaps
 from tests.support import packed
+from tests.support.toys import ToyCaps
 
 pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")

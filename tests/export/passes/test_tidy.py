@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from capszoo.export.compare import OnnxRunner
 from capszoo.export.passes.tidy import allow_empty_batches, name_outputs
 from capszoo.export.to_onnx import export
-from tests.export.toys import ToyCaps
+from tests.support.toys import ToyCaps
 
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")

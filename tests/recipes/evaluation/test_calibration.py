@@ -20,10 +20,7 @@ from capszoo.recipes.evaluation.calibration import (
 )
 from capszoo.recipes.evaluation.target import EvalTarget, prepare
 from capszoo.scores import probabilities
-from tests.recipes.conftest import tiny_mnist
 from tests.support import packed
-
-__all__ = ["tiny_mnist"]  # a fixture
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -14,7 +14,7 @@ from capszoo.recipes.evaluation import memory
 from capszoo.recipes.evaluation.target import prepare
 from capszoo.recipes.train import train
 from capszoo.recipes.training import begin
-from tests.recipes.test_train import tiny_recipe
+from tests.support.recipes import tiny_recipe
 
 
 class Wide(nn.Module):

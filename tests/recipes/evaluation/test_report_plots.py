@@ -19,7 +19,7 @@ from capszoo.explain.routing_stats import AgreementCurve, LayerStats, RoutingSta
 from capszoo.recipes.evaluation import report_plots
 from capszoo.recipes.evaluation.metrics import ClassFigures, EvalResult
 from capszoo.recipes.evaluation.report_plots import draw_confusion, draw_robustness, interval
-from tests.test_cli import fails, succeeds
+from tests.support.command import fails, succeeds
 
 
 @pytest.fixture

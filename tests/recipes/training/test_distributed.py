@@ -7,9 +7,7 @@ import os
 import random
 import shutil
 import signal
-import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,51 +19,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.data.formats import write_shards
 from tests.support import PACKED
-
-TINY: dict[str, Any] = {
-    "arch": "idpa_cnn",
-    "tag": "mnist",
-    "model_args": {"num_caps": 4, "pose_dim": 4, "backbone_chans": 8},
-    "data": {"name": "mnist", "val_size": 20, "augment": {"shift": 2}},
-    "epochs": 4,
-    "batch_size": 20,
-    "optimizer": {"name": "adamw", "lr": 0.002, "weight_decay": 0.01},
-    "schedule": {"warmup_epochs": 1},
-    "clip_grad": 1.0,
-}
-
-
-def command(out: Path, data: Path, recipe: dict[str, Any], mode: str = "", processes: int = 1) -> list[str]:
-    return launched("tests.recipes.run_tiny", [str(out), str(data), json.dumps(recipe), mode], processes)
-
-
-def launched(module: str, arguments: list[str], processes: int = 1) -> list[str]:
-    """The command that runs a module of the tests in so many processes side by side."""
-    if processes == 1:
-        return [sys.executable, "-m", module, *arguments]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    launcher = ["-m", "torch.distributed.run", "--nproc_per_node", str(processes), "--master_port", str(port)]
-    return [sys.executable, *launcher, "-m", module, *arguments]
-
-
-def environment() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-
-
-def run(root: Path, argv: list[str], timeout: float = 200) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(argv, cwd=root, env=environment(), capture_output=True, text=True, timeout=timeout)
-
-
-def errors(done: subprocess.CompletedProcess[str]) -> list[str]:
-    return [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-
-
-def newest(out: Path) -> Path:
-    return sorted((out / "checkpoints").glob("step-*"))[-1]
+from tests.support.formats import write_shards
+from tests.support.recipes import TINY, command, environment, errors, newest, run
 
 
 def assert_same_state(one: Path, two: Path) -> None:

@@ -25,9 +25,8 @@ from capszoo.recipes.training.distributed import Stopped, TrainingError
 from capszoo.recipes.training.history import find_runs, read_records, trained_images
 from capszoo.recipes.training.multi_run import train_seeds, train_together
 from capszoo.recipes.weights import seeds_summary
-from tests.test_cli import fails
-
-from .test_distributed import TINY, environment, newest
+from tests.support.command import fails
+from tests.support.recipes import TINY, environment, newest
 
 
 def write_recipes(folder: Path, data: Path, *tags: str, **changes: Any) -> list[str]:

@@ -21,7 +21,7 @@ from capszoo.recipes.evaluation import plots
 from capszoo.recipes.evaluation.plots import draw_routing_probe, draw_runs, shown_epochs
 from capszoo.recipes.train import train
 from capszoo.recipes.training.history import find_runs
-from tests.test_cli import fails, succeeds
+from tests.support.command import fails, succeeds
 
 TREE: dict[str, Any] = {
     "arch": "resnet20_routingcaps",

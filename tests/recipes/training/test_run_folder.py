@@ -41,8 +41,8 @@ from capszoo.recipes.training.run_folder import (
     open_run,
     read_sessions,
 )
-from tests.data.formats import write_idx
-from tests.recipes.test_train import tiny_recipe
+from tests.support.formats import write_idx
+from tests.support.recipes import tiny_recipe
 
 POSITION = {"seconds": 1.0, "sums": [0.0, 0.0, 0.0]}
 

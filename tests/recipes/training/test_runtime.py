@@ -34,8 +34,7 @@ from capszoo.recipes.training import begin, checkpoints, setup, step
 from capszoo.recipes.training import state as state_module
 from capszoo.recipes.training.checkpoints import latest_checkpoint
 from capszoo.recipes.training.distributed import Stopped
-
-from .test_distributed import TINY, newest
+from tests.support.recipes import TINY, newest
 
 
 def recipe(**changes: Any) -> Recipe:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 import capszoo
 from capszoo.data import Batches, load_dataset, split_validation
-from capszoo.recipes.config import Recipe, RecipeError, load_recipe
+from capszoo.recipes.config import RecipeError, load_recipe
 from capszoo.recipes.train import train
 from capszoo.recipes.training.checkpoints import latest_checkpoint, threads_of_run
 from capszoo.recipes.training.setup import RunData
@@ -24,32 +24,7 @@ from capszoo.recipes.training.stages import (
     stage_at,
     staged_data,
 )
-
-MEASURES: dict[str, Any] = {
-    "model_args": {"backbone_chans": 8, "num_caps": 4},
-    "data": {
-        "name": "mnist",
-        "val_size": 20,
-        "augment": {
-            "shift": 2,
-            "flip": "alternating",
-            "pad_mode": "reflect",
-            "cutout": 8,
-            "cutout_off_epochs": 1,
-        },
-    },
-    "epochs": 4,
-    "stages": [{"size": 20, "epochs": 1, "cutout": 5}, {"size": 24, "epochs": 1}],
-    "optimizer": {"name": "sgd", "lr": 0.05, "weight_decay": 5e-4},
-    "schedule": {"name": "poly", "warmup_epochs": 1},
-    "loss": {"name": "cross_entropy", "options": {"label_smoothing": 0.1}},
-    "ema_decay": 0.9,
-}
-
-
-def staged_recipe(**changes: Any) -> Recipe:
-    tree = {"arch": "idpa_cnn", "tag": "mnist", "batch_size": 32, **MEASURES, **changes}
-    return Recipe.model_validate(tree)
+from tests.support.recipes import MEASURES, staged_recipe
 
 
 def test_stages_cover_the_run() -> None:

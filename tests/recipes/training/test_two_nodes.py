@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from .test_distributed import TINY, command, environment, newest, run
+from tests.support.recipes import TINY, command, environment, newest, run
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 
@@ -69,7 +69,7 @@ def test_two_nodes_train_as_one_process(
     assert done.returncode == 0, done.stderr
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc_per_node", "1"]
     launcher += ["--master_addr", ADDRESSES[0], "--master_port", "29511"]
-    module = ["-m", "tests.recipes.run_tiny", str(out), str(data), json.dumps(recipe), "double"]
+    module = ["-m", "tests.support.run_tiny", str(out), str(data), json.dumps(recipe), "double"]
     env = {**environment(), "GLOO_SOCKET_IFNAME": "veth0"}
     started = [
         subprocess.Popen(

@@ -50,7 +50,7 @@ class Client:
         }
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGING"))}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.hub_client"],
+            [sys.executable, "-m", "tests.support.hub_client"],
             cwd=root,
             env={**kept, **hub, "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_TELEMETRY": "1", **env},
             stdin=subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""Fine-tune in a process of its own: `python -m tests.recipes.run_finetune MODEL DATA OUT NOTES`.
+"""Fine-tune in a process of its own: `python -m tests.support.run_finetune MODEL DATA OUT NOTES`.
 
 Several of these under a launcher train together. Each leaves in NOTES, by its rank, the state of the net at every
 validation (`RANK-EPOCH.safetensors`) and the files that it opened for writing in OUT (`RANK.json`).

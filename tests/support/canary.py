@@ -1,6 +1,6 @@
 """A canary: pickles wherever a stranger's model may name weights, and what became of each. Run as a process.
 
-    python -m tests.models.canary FOLDER [quick]
+    python -m tests.support.canary FOLDER [quick]
 
 It serves the repositories itself, loads each of them in every way there is, and prints one JSON line a case: `case`,
 `loaded` (whether a model came of it), `error`, `ran` (the canary's code was run), `opened` (torch.load was called) and
@@ -90,7 +90,7 @@ def configurations(root: Path, url: str) -> Iterator[tuple[str, dict[str, Any]]]
 
 
 def main(root: Path, quick: bool) -> None:
-    from tests.hub import Hub
+    from tests.support.hub import Hub
 
     hub = Hub()
     os.environ.update(

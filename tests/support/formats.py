@@ -11,6 +11,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from capszoo.data import Augment
+
 
 def write_idx(path: Path, array: np.ndarray, compress: bool = False) -> Path:
     header = bytes([0, 0, 8, array.ndim]) + b"".join(size.to_bytes(4, "big") for size in array.shape)
@@ -100,3 +102,21 @@ def write_shards(
             members[f"{split}/{k:06d}.cls"] = str(labels[k]).encode()
         paths.append(write_tar(folder / f"{split}-{first // per_shard:06d}.tar", members))
     return paths
+
+
+#: Every change of an image at once.
+STRONG = Augment(
+    shift=3,
+    flip=True,
+    rotation=20,
+    shear=0.2,
+    scale=(0.8, 1.2),
+    brightness=0.2,
+    contrast=0.2,
+    saturation=0.2,
+    hue=0.2,
+    tilt=30,
+    squeeze=0.25,
+    shift_in_margin=True,
+    erase=4,
+)

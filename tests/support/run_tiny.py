@@ -1,4 +1,4 @@
-"""Train the tests' tiny recipes in a process of its own: `python -m tests.recipes.run_tiny OUT DATA JSON [MODE]`.
+"""Train the tests' tiny recipes in a process of its own: `python -m tests.support.run_tiny OUT DATA JSON [MODE]`.
 
 Several of these under a launcher train together. MODE `double` works in float64, which tells an error from rounding;
 `full-disk:BYTES` lets no file grow beyond so many bytes; `nan:RANK` spoils the loss of one process at its third update;

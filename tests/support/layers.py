@@ -1,0 +1,75 @@
+"""Layers of routing beside the naive references, and the largest tensor that a call makes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._library.custom_ops import OPDEFS
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from capszoo.layers import ConvIDPA, DynamicRouting
+from tests.reference import idpa as naive
+
+F64 = torch.float64
+
+
+def describe(layer: nn.Module) -> naive.Layer:
+    """The naive description of a layer, on its own parameters."""
+    conv = isinstance(layer, ConvIDPA)
+    return naive.Layer(
+        layer.weight,
+        layer.rows,
+        kernel=layer.kernel_size if conv else 0,
+        stride=layer.stride if conv else 1,
+        padding=layer.padding if conv else 0,
+        scale=layer.scale != 1.0,
+        start=None if layer.parent_init == "zero" else layer.start,
+        norm_weight=layer.norm.weight if layer.layer_norm else None,
+        norm_bias=layer.norm.bias if layer.layer_norm else None,
+        layer_norm=layer.layer_norm,
+        beta_v=layer.beta_v,
+        beta_a=layer.beta_a,
+    )
+
+
+def shaken(module: nn.Module) -> nn.Module:
+    """In float64, with parameters away from their special initial values (norms, starts, betas)."""
+    module.double()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    return module
+
+
+def assert_same(fast: Tensor, expected: Tensor, inputs: list[Tensor]) -> None:
+    """Equal values, and equal gradients of a random functional of them."""
+    torch.testing.assert_close(fast, expected, atol=1e-11, rtol=1e-10)
+    weights = torch.randn(fast.shape, dtype=F64)
+    grads = torch.autograd.grad((fast * weights).sum(), inputs, retain_graph=True)
+    expected_grads = torch.autograd.grad((expected * weights).sum(), inputs, retain_graph=True)
+    for grad, expected_grad in zip(grads, expected_grads, strict=True):
+        assert expected_grad.abs().max() > 0
+        torch.testing.assert_close(grad, expected_grad, atol=1e-10, rtol=1e-9)
+
+
+def dense_transforms(layer: DynamicRouting) -> Tensor:
+    """``[i, d, j * e]`` as ``[i, j, e, d]``."""
+    weight = layer.weight.reshape(layer.in_caps, layer.in_dim, layer.out_caps, layer.out_dim)
+    return weight.permute(0, 2, 3, 1)
+
+
+class Largest(TorchDispatchMode):
+    """Numbers in the largest result of any operator, and of one of our own operators' buffers."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "capszoo":
+            with self:  # what an operator of ours calls is seen, too
+                return OPDEFS[func._schema.name]._init_fn(*args, **(kwargs or {}))
+        out = func(*args, **(kwargs or {}))
+        self.numbers = max([self.numbers, *(t.numel() for t in tree_leaves(out) if isinstance(t, Tensor))])
+        return out
