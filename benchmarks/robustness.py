@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT))  # a plain checkout works too
 import torch
 from torch import Tensor
 
-from capszoo._pretrained.files import bundled_tags
+from capszoo._pretrained.catalogue import checkpoints
 from capszoo._utils.files import write_atomically
 from capszoo.data import keyed_generator, load_dataset
 from capszoo.errors import CapszooError
@@ -55,7 +55,10 @@ LIMIT = 1000
 @in_float32
 def measure(name: str) -> dict[str, Any]:
     """The row of one checkpoint."""
-    row: dict[str, Any] = {"sha256": bundled_tags()[name].sha256, "hardware": hardware(torch.device("cpu"))}
+    row: dict[str, Any] = {
+        "sha256": checkpoints(aliases=False)[name].sha256,
+        "hardware": hardware(torch.device("cpu")),
+    }
     some = prepare(name, limit=LIMIT, device="cpu")
     row["dataset"] = some.images.spec.name
     try:
@@ -121,7 +124,7 @@ def current() -> dict[str, dict[str, Any]]:
     rows = stored()
     return {
         name: rows[name]
-        for name, info in bundled_tags().items()
+        for name, info in checkpoints(aliases=False).items()
         if name in rows and rows[name]["sha256"] == info.sha256
     }
 
@@ -131,7 +134,7 @@ def corruption_table(channels: int) -> str:
     rows = {
         name: row["corruptions"]
         for name, row in current().items()
-        if row["corruptions"] and bundled_tags()[name].input_size[0] == channels
+        if row["corruptions"] and checkpoints(aliases=False)[name].input_size[0] == channels
     }
     groups = list(dict.fromkeys(one["group"] for row in rows.values() for one in row["each"]))
     lines = [
@@ -178,7 +181,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"written: {draw(image, picture(image.shape[0]))}")
         return 0
     names = args.names
-    for name in names or [name for name in bundled_tags() if name not in current()]:
+    for name in names or [name for name in checkpoints(aliases=False) if name not in current()]:
         row = measure(name)
         rows = stored() | {name: row}
         lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(rows[key])}" for key in sorted(rows))

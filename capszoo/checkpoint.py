@@ -31,19 +31,17 @@ import torch
 from timm.models import is_model
 from torch import nn
 
-from ._pretrained.catalogue import check_path, exported_file, pickled_remedy, without_weights
+from ._pretrained.catalogue import check_path, checkpoints, exported_file, pickled_remedy, without_weights
 from ._pretrained.checks import ModelConfig
 from ._pretrained.demand import check_demand, fitting
 from ._pretrained.exported import OnnxModel
 from ._pretrained.facts import own_facts, set_own_facts
 from ._pretrained.files import (
     METADATA_FILENAME,
-    bundled_tags,
     checked_pair,
     hub_config,
     load_safetensors,
     locate_weights,
-    named_weights,
     read_cached,
 )
 from ._pretrained.info import WeightsInfo, default_weights, run_weights
@@ -175,7 +173,7 @@ class Checkpoint:
         if self.kind not in ("hub", "folder", "exported"):
             return self.info
         stated = self.stated_sha256()
-        return next((info for info in bundled_tags().values() if info.sha256 == stated), None)
+        return next((info for info in checkpoints(aliases=False).values() if info.sha256 == stated), None)
 
     def stated_sha256(self) -> str | None:
         """The sha256 of the weights that the metadata or the ``config.json`` states; None if it states none."""
@@ -243,10 +241,10 @@ def resolve(model: str | Path) -> Checkpoint:
         WeightsError: a weights file without its metadata, or metadata that lack a key.
     """
     argument = str(model)
-    if argument in named_weights():
-        return Checkpoint(argument, "name", info=named_weights()[argument])
+    if argument in checkpoints():
+        return Checkpoint(argument, "name", info=checkpoints()[argument])
     if argument in list_models():
-        return Checkpoint(argument, "name", info=default_weights(named_weights(), argument))
+        return Checkpoint(argument, "name", info=default_weights(checkpoints(), argument))
     if argument.startswith("hf_hub:"):  # timm takes both
         argument = argument.replace("hf_hub:", "hf-hub:", 1)
     if argument.startswith("hf-hub:"):
@@ -280,7 +278,7 @@ def checkpoint_of(model: nn.Module) -> Checkpoint | None:
     if file is not None and file.with_suffix(".json").is_file():
         return resolve(file)
     name = f"{cfg.get('architecture')}.{cfg.get('tag')}"
-    return resolve(name) if name in named_weights() else None
+    return resolve(name) if name in checkpoints() else None
 
 
 def _folder_metadata(folder: Path) -> dict[str, Any]:

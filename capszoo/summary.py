@@ -9,12 +9,11 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from ._pretrained.catalogue import weights_entry
-from ._pretrained.files import named_weights
+from ._pretrained.catalogue import checkpoints, weights_entry
 from ._pretrained.info import WeightsInfo
 from .checkpoint import refused_arguments, resolve
 from .layers import engine_report
-from .models._factory import ModelInfo, create_model, describe, list_models, model_info
+from .models._factory import ModelInfo, create_model, describe
 from .models._inspect import evaluating, iteration_attributes, routing_iterations
 from .models._papers import PAPERS, PaperFigure
 from .preprocess import model_input_size
@@ -93,33 +92,12 @@ def summarise(name: str, **kwargs: Any) -> ModelSummary:
     """
     model, weights = _untrained(name, kwargs)
     architecture = str((getattr(model, "pretrained_cfg", None) or {}).get("architecture"))
-    papers = PAPERS.get(architecture, ())
-    if weights is None:
-        info = describe(name, model)
-    else:
-        like = model_info(architecture) if architecture in list_models() else None
-        info = ModelInfo(
-            name=name,
-            description=like.description if like else type(model).__name__,
-            num_params=sum(p.numel() for p in model.parameters()),
-            num_classes=int(getattr(model, "num_classes", 0)),
-            input_size=model_input_size(model),
-            weights=weights,
-            paper_ids=like.paper_ids if like and not _other_head(architecture, model) else (),
-            license=weights[0].license if weights else "",
-        )
     return ModelSummary(
-        info=info,
+        info=describe(name, model, weights),
         multiply_adds=count_multiply_adds(model),
         routing_iters=tuple(routing_iterations(model)),
-        figures=papers,
+        figures=PAPERS.get(architecture, ()),
     )
-
-
-def _other_head(architecture: str, model: nn.Module) -> bool:
-    """Whether a `caps_head` has another routing than its default, whose paper the registry names."""
-    routing = getattr(getattr(model, "head", None), "routing", "idpa")
-    return architecture == "caps_head" and routing != "idpa"
 
 
 def engine_rows(name: str, batch: int = 32, training: bool = False, **kwargs: Any) -> list[dict[str, Any]]:
@@ -155,8 +133,8 @@ def _untrained(name: str, kwargs: dict[str, Any]) -> tuple[nn.Module, tuple[Weig
     """The model with random weights, and the metadata of a folder's or file's weights; None for a registered name."""
     found = resolve(name)
     if found.kind != "name":
-        described = (found.info,) if found.info else ()
-        return found.create(pretrained=False, device=torch.device("meta"), **kwargs), described
-    trained = named_weights()[name].model_args if name in named_weights() else {}
+        model = found.create(pretrained=False, device=torch.device("meta"), **kwargs)
+        return model, (found.info,) if found.info else ()
+    trained = checkpoints()[name].model_args if name in checkpoints() else {}
     with refused_arguments(name, kwargs):
         return create_model(name, device="meta", **{**trained, **kwargs}), None

@@ -21,15 +21,9 @@ import timm
 import torch
 from torch import Tensor, nn
 
+from capszoo._pretrained.catalogue import checkpoints
 from capszoo._pretrained.facts import label_lines
-from capszoo._pretrained.files import (
-    HUB_FILENAME,
-    METADATA_FILENAME,
-    bundled_tags,
-    named_weights,
-    sha256_of,
-    sha256_tag,
-)
+from capszoo._pretrained.files import HUB_FILENAME, METADATA_FILENAME, sha256_of, sha256_tag
 from capszoo._pretrained.info import WeightsInfo
 from capszoo._utils.files import read_npz, replacing, write_atomically
 from capszoo._utils.hub import PublishError, check_repo_id, upload
@@ -79,10 +73,12 @@ def find_checkpoint(run: str | Path) -> Checkpoint:
         PublishError: it does not exist.
     """
     path = Path(run)
-    alias = named_weights().get(str(run))
+    alias = checkpoints().get(str(run))
     if alias is not None and alias.stored_as:
         raise PublishError(f"{run} is another name of {alias.stored_as}", "publish that one")
-    found = resolve(finished_run(path) if str(run) not in bundled_tags() and path.is_dir() else run)
+    found = resolve(
+        finished_run(path) if str(run) not in checkpoints(aliases=False) and path.is_dir() else run
+    )
     info = found.info
     if info is None or (found.kind == "name" and found.argument != info.name):
         raise PublishError(
@@ -299,11 +295,12 @@ def publish_all(
     It stops at the first failure; the next call skips what is already published, and resumes.
     """
     done: list[dict[str, Any]] = []
-    for name in bundled_tags():
+    known = checkpoints(aliases=False)
+    for name in known:
         try:
             into = Path(out) / name if out else None
             done.append(publish(name, f"{org}/{name}", private, dry_run, into, say, replaces=True))
         except CapszooError as error:
-            raise PublishError(f"{name} ({len(done)} of {len(bundled_tags())} were done): {error}") from error
+            raise PublishError(f"{name} ({len(done)} of {len(known)} were done): {error}") from error
         say(f"{done[-1]['repo_id']}: {'checked' if dry_run else 'published'}")
     return done

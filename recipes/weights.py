@@ -27,7 +27,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from capszoo._pretrained.files import bundled_tags, sha256_of
+from capszoo._pretrained.catalogue import checkpoints
+from capszoo._pretrained.files import sha256_of
 from capszoo._pretrained.info import WeightsInfo, stored_file, weights_folders
 from capszoo._utils.files import PACKAGE_FOLDER, read_npz, write_atomically
 from capszoo.checkpoint import model_from_file, run_weights
@@ -393,7 +394,9 @@ def bundle(run: str | Path, folder: str | Path | None = None) -> list[Path]:
                 metadata = reading_keys(DATASETS[images], loss["name"]) | metadata
             if not folder:
                 # the zoo's entry of this name takes precedence: the run does not know that it is canonical
-                metadata["canonical"] = canonical_keys({info.name: info} | dict(bundled_tags()))[info.name]
+                metadata["canonical"] = canonical_keys({info.name: info} | dict(checkpoints(aliases=False)))[
+                    info.name
+                ]
             write_atomically(into / file.name, _metadata_text(metadata))
         else:
             write_atomically(into / file.name, file.read_bytes())
@@ -507,7 +510,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--half", action="store_true", help="store in half precision and evaluate that file")
     parser.add_argument("--data", help="folder of the data set, for --half; default: CAPSZOO_DATA")
     args = parser.parse_args(argv)
-    in_zoo = args.run in bundled_tags() and not Path(args.run).is_dir()
+    in_zoo = args.run in checkpoints(aliases=False) and not Path(args.run).is_dir()
     if in_zoo and args.seeds and (args.half or args.to or args.data):
         parser.error("--half, --to and --data are for the folder of a run, not for a checkpoint's name")
     if args.data and not args.half:

@@ -29,7 +29,7 @@ sys.path.insert(0, str(ROOT))  # a plain checkout works too
 
 import capszoo
 from benchmarks import robustness
-from capszoo._pretrained.files import bundled_tags
+from capszoo._pretrained.catalogue import checkpoints
 from capszoo._pretrained.info import WeightsInfo
 from capszoo.recipes.config import load_recipe
 from capszoo.recipes.release.paper_results import seeds_note
@@ -417,7 +417,7 @@ TWINS = (
 
 def longer_runs() -> list[str]:
     """What the zoo's checkpoints of :data:`TWINS` reached: a paragraph and a table."""
-    known, lines = bundled_tags(), []
+    known, lines = checkpoints(aliases=False), []
     for data, *twins in TWINS:
         if all(name in known for name in twins):
             infos = [known[name] for name in twins]
@@ -440,7 +440,7 @@ def trained_longer() -> dict[str, WeightsInfo]:
     """The checkpoints that were trained with the profile of the longer runs."""
     return {
         name: info
-        for name, info in bundled_tags().items()
+        for name, info in checkpoints(aliases=False).items()
         if info.raw["recipe"].get("profile") == "regularised"
     }
 

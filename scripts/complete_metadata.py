@@ -11,14 +11,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a plain checkout works too
 
-from capszoo._pretrained.files import bundled_tags
+from capszoo._pretrained.catalogue import checkpoints
 from capszoo._pretrained.info import weights_folders
 from capszoo.data import dataset_spec
 from capszoo.recipes.weights import amend_metadata, canonical_keys, reading_keys
 
 
 def main() -> int:
-    known = bundled_tags()
+    known = checkpoints(aliases=False)
     for name, canonical in canonical_keys(known).items():
         raw = known[name].raw
         derived = reading_keys(dataset_spec(raw["dataset"]["name"]), raw["recipe"]["loss"]["name"])

@@ -24,8 +24,7 @@ from timm.models import model_entrypoint
 
 import capszoo
 from benchmarks import heads, robustness, transfer
-from capszoo._pretrained.catalogue import CATALOGUE
-from capszoo._pretrained.files import bundled_tags, named_weights
+from capszoo._pretrained.catalogue import CATALOGUE, checkpoints
 from capszoo._pretrained.info import (
     WeightsInfo,
     default_weights,
@@ -103,7 +102,7 @@ def model_table() -> str:
 def weights_table() -> str:
     """The checkpoints for the README: data set, accuracy, number of test images, the paper's result."""
     lines = ["| weights | data set | top-1, % | test images | paper's top-1, % |", "|---|---|---:|---:|---|"]
-    for name, info in bundled_tags().items():
+    for name, info in checkpoints(aliases=False).items():
         test = info.raw["metrics"]["test"]
         accuracy = f"{test['top1']:.2f}{_unless_top1(info)}{seeds_note(info)}"
         papers = "; ".join(map(_paper_accuracy, paper_figures(info))) or "–"
@@ -119,7 +118,7 @@ def _paper_accuracy(figure: PaperFigure) -> str:
 def defaults_table() -> str:
     """The checkpoint that a name without a tag loads."""
     lines = ["| name | default weights | data set | other weights |", "|---|---|---|---|"]
-    known = named_weights()
+    known = checkpoints()
     for name in sorted({info.architecture for info in known.values()}):
         default = default_weights(known, name)
         assert default is not None
@@ -136,7 +135,7 @@ def results_table() -> str:
         "| weights | data set | top-1, % | trained | paper's top-1, % | parameters with decoder | command |",
         "|---|---|---:|---|---|---:|---|",
     ]
-    for name, info in bundled_tags().items():
+    for name, info in checkpoints(aliases=False).items():
         stated = info.metadata
         test = stated.metrics["test"]
         same = [_paper_accuracy(figure) for figure in paper_figures(info)]
@@ -192,7 +191,7 @@ the epochs and the profile of the bundled file, and a note.
 
 def _accuracy_with_error(name: str) -> tuple[str, tuple[float, float] | None]:
     """A checkpoint's accuracy as text, and with its standard error: over the seeds, else from the number of images."""
-    info = bundled_tags().get(name)
+    info = checkpoints(aliases=False).get(name)
     test = info.metadata.metrics.get("test") if info else None
     if not test:
         return "not trained yet", None
@@ -211,7 +210,8 @@ def _twin_lines(group: list[str]) -> list[str]:
     base_text, base_found = _accuracy_with_error(base)
     for name in others:
         text, found = _accuracy_with_error(name)
-        trained = [bundled_tags()[twin].raw["recipe"] for twin in (base, name) if twin in bundled_tags()]
+        known = checkpoints(aliases=False)
+        trained = [known[twin].raw["recipe"] for twin in (base, name) if twin in known]
         changed = recipe_differences(*(load_recipe(twin).model_dump(mode="json") for twin in (base, name)))
         what = "; ".join(
             f"`{key}`: {' / '.join('default' if v is None else shown(v) for v in pair)}"
@@ -237,7 +237,7 @@ def _target_line(item: QueueItem) -> str:
     def percent(value: float | None) -> str:
         return "–" if value is None else f"{value:.2f}"
 
-    info = bundled_tags().get(item.tag)
+    info = checkpoints(aliases=False).get(item.tag)
     test = info.metadata.metrics.get("test") if info else None
     ours, reached, trained = "–", "no run yet", ""
     if info is not None and test is not None and test.top1 is not None:
@@ -275,7 +275,7 @@ def _paper_accuracies(name: str) -> str:
 
 def twins_table() -> str:
     """Recipes that differ in one setting, side by side."""
-    groups = [group for group in twin_groups() if any(name in bundled_tags() for name in group)]
+    groups = [group for group in twin_groups() if any(name in checkpoints(aliases=False) for name in group)]
     return "\n".join([TWINS, *(line for group in groups for line in _twin_lines(group))])
 
 
@@ -290,7 +290,7 @@ def recipe_table() -> str:
         "| recipe | paper | ours, top-1 % | command, and profiles | cost |",
         "|---|---|---|---|---|",
     ]
-    trained = bundled_tags()
+    trained = checkpoints(aliases=False)
     compared = {row.recipe: row for row in rows() if row.runs}
     for name in list_recipes():
         recipe = load_recipe(name)
@@ -326,7 +326,7 @@ def recipe_table() -> str:
 
 def card_header() -> str:
     """Header of a model card, as an example: of a checkpoint with a paper's result."""
-    infos = list(bundled_tags().values())
+    infos = list(checkpoints(aliases=False).values())
     info = next((info for info in infos if paper_figures(info)), infos[0])
     return f"```yaml\n{card_data(info).to_yaml()}\n```"
 
@@ -337,7 +337,7 @@ def catalogue() -> str:
     for name in (*capszoo.list_models(), *capszoo.list_pretrained()):
         entry = summarise(name).to_dict()
         del entry["weights"]  # read from their metadata files
-        if info := bundled_tags().get(name):
+        if info := checkpoints(aliases=False).get(name):
             entry["command"] = train_command(info)
             entry["protocol"] = [line.removeprefix("- ") for line in protocol_lines(info)]
         entries.append("  " + json.dumps(entry, ensure_ascii=False))

@@ -21,7 +21,7 @@ from PIL import Image
 from torch import Tensor
 
 import capszoo
-from capszoo._pretrained.files import bundled_tags
+from capszoo._pretrained.catalogue import checkpoints
 from capszoo._pretrained.info import WeightsInfo
 from capszoo.data import ImageSet
 from capszoo.errors import CapszooError
@@ -97,7 +97,7 @@ def caption(info: WeightsInfo, kind: str) -> str:
 @cache
 def _without_weights(name: str) -> Any:
     with torch.device("meta"):
-        return create_for(*_described(bundled_tags()[name]))
+        return create_for(*_described(checkpoints(aliases=False)[name]))
 
 
 def _described(info: WeightsInfo) -> tuple[Any, ...]:
@@ -109,7 +109,7 @@ def _has_heat_map(name: str) -> bool:
     """Whether the network of a checkpoint routes; the twins without capsules or with even couplings do not."""
     if _without_weights(name).coupling_layouts():
         return True
-    info = bundled_tags()[name]
+    info = checkpoints(aliases=False)[name]
     net = create_for(*_described(info))  # EncapNets have heat maps without couplings
     try:
         explain(net, torch.zeros(info.input_size), name=name)
@@ -136,10 +136,10 @@ def stale_pictures(docs: Path) -> list[Path]:
     """Pictures that are missing or drawn from other weights, or of a checkpoint that no longer exists."""
     sources = {
         picture_file(docs, info.name, kind): _source(info, kind)
-        for info in bundled_tags().values()
+        for info in checkpoints(aliases=False).values()
         for kind in kinds_of(info)
     }
-    sources[docs / "pictures" / FIRST] = _source(bundled_tags()[FIRST_OF], "explain")
+    sources[docs / "pictures" / FIRST] = _source(checkpoints(aliases=False)[FIRST_OF], "explain")
     there = [path for kind in KINDS for path in sorted((docs / "pictures").glob(f"*.{kind}.png"))]
     return stale_files(sources, there, _states)
 
@@ -153,10 +153,10 @@ def write_picture(path: Path) -> None:
     """Draw one of :func:`stale_pictures`, or remove it if it is obsolete or its checkpoint no longer exists."""
     if path.name == FIRST:
         found = capszoo.load(FIRST_OF, device="cpu").explain(ROOT / "capszoo" / "assets" / "digit_3.png")
-        save_figure(found, path, _source(bundled_tags()[FIRST_OF], "explain"))
+        save_figure(found, path, _source(checkpoints(aliases=False)[FIRST_OF], "explain"))
         return
     name, _, kind = path.stem.rpartition(".")
-    info = bundled_tags().get(name)
+    info = checkpoints(aliases=False).get(name)
     if info is None or kind not in kinds_of(info):
         path.unlink()
         return
@@ -202,7 +202,7 @@ def stale_curves(docs: Path) -> list[Path]:
     """Pictures that are missing, or drawn from another history, or of a checkpoint that no longer exists."""
     sources = {
         curve_file(docs, name): _curve_source(info)
-        for name, info in bundled_tags().items()
+        for name, info in checkpoints(aliases=False).items()
         if info.metadata.history
     }
     there = sorted((docs / "curves").glob("*.svg"))
@@ -211,7 +211,7 @@ def stale_curves(docs: Path) -> list[Path]:
 
 def write_curves(path: Path) -> None:
     """Draw the picture again, or remove it if its checkpoint no longer exists."""
-    info = bundled_tags().get(path.stem)
+    info = checkpoints(aliases=False).get(path.stem)
     if info is None:
         path.unlink()
         return

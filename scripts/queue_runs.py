@@ -36,7 +36,7 @@ sys.path.insert(0, str(ROOT))  # a plain checkout works too
 import torch
 import yaml
 
-from capszoo._pretrained.files import bundled_tags
+from capszoo._pretrained.catalogue import checkpoints
 from capszoo.data.folders.common import usable_cores
 from capszoo.errors import CapszooError
 from capszoo.recipes.config import load_recipe
@@ -104,7 +104,8 @@ def runs_of(items: Sequence[QueueItem], out: Path) -> list[Run]:
     found = []
     for item in items:
         recipe = load_recipe(item.tag, list(item.set), item.profile)
-        shipped: dict[str, Any] = bundled_tags()[recipe.name].raw if recipe.name in bundled_tags() else {}
+        info = checkpoints(aliases=False).get(recipe.name)
+        shipped: dict[str, Any] = info.raw if info else {}
         zoo = shipped.get("metrics", {}).get("test", {}).get("top1")
         reached = zoo is not None and item.at_least is not None and zoo >= item.at_least
         settings = compared_settings(recipe.model_dump(mode="json"))

@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 from timm.models import save_for_hf
 
 import capszoo
-from capszoo._pretrained.catalogue import check_model_argument
-from capszoo._pretrained.files import HUB_FILENAME, METADATA_FILENAME, bundled_tags, locate_weights
+from capszoo._pretrained.catalogue import check_model_argument, checkpoints
+from capszoo._pretrained.files import HUB_FILENAME, METADATA_FILENAME, locate_weights
 from capszoo._pretrained.info import run_weights
 from capszoo.checkpoint import NoWeights, checkpoint_of, model_from_file, resolve
 from capszoo.cli.predict import _sha256
@@ -32,7 +32,7 @@ def run(tmp_path: Path) -> Path:
     """The folder of a finished run."""
     folder = tmp_path / "run"
     folder.mkdir()
-    weights = locate_weights(bundled_tags()[NAME])
+    weights = locate_weights(checkpoints(aliases=False)[NAME])
     shutil.copy(weights, folder)
     shutil.copy(weights.parent.parent / "weights" / f"{NAME}.json", folder)
     return folder
@@ -43,7 +43,7 @@ def hub_layout(run: Path, tmp_path: Path) -> Path:
     """A folder as the Hub holds it."""
     folder = tmp_path / "layout"
     folder.mkdir()
-    info = bundled_tags()[NAME]
+    info = checkpoints(aliases=False)[NAME]
     shutil.copy(run / f"{NAME}.safetensors", folder / HUB_FILENAME)
     shutil.copy(run / f"{NAME}.json", folder / METADATA_FILENAME)
     config = {
@@ -114,7 +114,7 @@ def test_an_architecture_stands_for_its_default_weights(run: Path) -> None:
 
 def test_ray_s_answers_belong_to_weights(tmp_path: Path) -> None:
     """The key of ``predict --ray`` has the weights' sha256, also where only the file tells it."""
-    info = capszoo._pretrained.files.bundled_tags()["resnet20_routingcaps.mnist"]
+    info = capszoo._pretrained.files.checkpoints(aliases=False)["resnet20_routingcaps.mnist"]
     assert _sha256(resolve("resnet20_routingcaps")) == info.sha256
     found = []
     for seed in (0, 1):
@@ -233,9 +233,9 @@ def test_metadata_are_typed_and_keep_what_they_do_not_know() -> None:
         Metadata.read({"metrics": {"test": {"n": "many"}}}, "here")
 
 
-@pytest.mark.parametrize("name", sorted(bundled_tags()))
+@pytest.mark.parametrize("name", sorted(checkpoints(aliases=False)))
 def test_metadata_of_the_zoo(name: str) -> None:
-    stated, raw = bundled_tags()[name].metadata, bundled_tags()[name].raw
+    stated, raw = checkpoints(aliases=False)[name].metadata, checkpoints(aliases=False)[name].raw
     test = stated.metrics["test"]
     assert test.n and test.top1 == raw["metrics"]["test"]["top1"]
     assert stated.trained.epochs == raw["recipe"]["epochs"] and stated.dataset.sha256

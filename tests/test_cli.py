@@ -18,7 +18,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 import capszoo
-from capszoo._pretrained.files import bundled_tags
+from capszoo._pretrained.catalogue import checkpoints
 from capszoo.cli import app
 from capszoo.cli.training import use_cpu
 from capszoo.layers._native.build import compiler
@@ -61,7 +61,7 @@ def test_case_does_not_matter_to_a_filter_or_a_suggestion() -> None:
 
 def test_list_shows_size_data_and_accuracy_and_finds_tags() -> None:
     (line,) = (row for row in succeeds("list").splitlines() if row.startswith("resnet20_routingpool "))
-    stated = bundled_tags()["resnet20_routingpool.cifar10"].raw["metrics"]["test"]["top1"]
+    stated = checkpoints(aliases=False)["resnet20_routingpool.cifar10"].raw["metrics"]["test"]["top1"]
     assert "3x32x32" in line and f"cifar10 {stated:.2f}" in line and "doi:10.1109" in line
     found = {row["name"]: row for row in json.loads(succeeds("list", "mnist", "--json"))}
     assert "resnet20_routingcaps" in found  # by its tags

@@ -310,9 +310,9 @@ def test_attacks_need_one_label(tiny_mnist: Path) -> None:
 def test_a_figure_that_is_not_the_stated_one_ends_with_1(
     tiny_mnist: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from capszoo._pretrained.files import bundled_tags
+    from capszoo._pretrained.catalogue import checkpoints
 
-    metrics = bundled_tags()[MODEL].raw["metrics"]
+    metrics = checkpoints(aliases=False)[MODEL].raw["metrics"]
     monkeypatch.setitem(metrics, "test", {"top1": 50.0, "n": 40})
     result = run("eval", MODEL, "--data", tiny_mnist, "--device", "cpu", "--json")
     assert result.exit_code == 1 and json.loads(result.stdout)["stated"] == 50.0

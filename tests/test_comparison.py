@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks import robustness
-from capszoo._pretrained.files import bundled_tags
+from capszoo._pretrained.catalogue import checkpoints
 from capszoo.recipes.config import load_recipe
 from tests.support import load_script
 
@@ -132,7 +132,7 @@ def test_the_page_follows_from_the_runs(comparison: Any, tmp_path: Path) -> None
         and "269,722" in rows["avg"]
     )
     assert "no run yet" in rows["conv"] and "99.00" not in page
-    dynamic = bundled_tags()["resnet20_dynamic.cifar10"].raw["metrics"]["test"]["top1"]
+    dynamic = checkpoints(aliases=False)["resnet20_dynamic.cifar10"].raw["metrics"]["test"]["top1"]
     longer, _, corrupted = longer.partition("twelve corruptions")
     assert f"| dynamic | {dynamic:.2f} |" in longer and "| routing_pool | 9" not in longer
     row = robustness.current()["resnet20_dynamic.cifar10"]

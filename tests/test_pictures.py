@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from capszoo._pretrained.files import bundled_tags
+from capszoo._pretrained.catalogue import checkpoints
 from capszoo.explain.heat_map import MEANINGS
 from scripts.pictures import FIRST, KINDS, caption, kinds_of, picture_file, stale_pictures, write_picture
 
@@ -17,7 +17,7 @@ QUICK = (("resnet20_routingcaps.mnist", "heat"), ("capsnet_dynamic.mnist", "deco
 
 @pytest.mark.parametrize(("name", "kind"), QUICK)
 def test_a_picture_states_its_weights(name: str, kind: str, tmp_path: Path) -> None:
-    assert kind in kinds_of(bundled_tags()[name]) and len(QUICK) == len(KINDS)
+    assert kind in kinds_of(checkpoints(aliases=False)[name]) and len(QUICK) == len(KINDS)
     _check(name, kind, tmp_path)
 
 
@@ -30,7 +30,7 @@ def test_every_picture_states_its_weights(tmp_path: Path) -> None:
 
 def _drawn() -> list[tuple[str, str]]:
     """Every picture's checkpoint and kind; creates each network."""
-    return [(name, kind) for name, info in bundled_tags().items() for kind in kinds_of(info)]
+    return [(name, kind) for name, info in checkpoints(aliases=False).items() for kind in kinds_of(info)]
 
 
 def _check(name: str, kind: str, tmp_path: Path) -> None:
@@ -39,7 +39,7 @@ def _check(name: str, kind: str, tmp_path: Path) -> None:
     write_picture(path)
     with Image.open(path) as picture:
         assert picture.info["Description"].startswith(
-            f"{kind} of {name}, weights {bundled_tags()[name].sha256[:16]}"
+            f"{kind} of {name}, weights {checkpoints(aliases=False)[name].sha256[:16]}"
         )
         assert len(set(picture.convert("L").get_flattened_data())) > 50, "next to nothing is drawn"
     assert path not in stale_pictures(tmp_path)
@@ -68,13 +68,13 @@ def test_the_readme_s_picture_states_its_weights(tmp_path: Path) -> None:
     "name", ["capsnet_dynamic.mnist", "capsnet_em_norb_small.mnist", "resnet20_em.cifar10"]
 )
 def test_maps_that_fail_the_deletion_test_are_not_shown(name: str) -> None:
-    assert "heat" not in kinds_of(bundled_tags()[name])
+    assert "heat" not in kinds_of(checkpoints(aliases=False)[name])
 
 
 def test_captions_say_what_a_map_shows() -> None:
-    assert MEANINGS["couplings"] in caption(bundled_tags()[QUICK[0][0]], "heat")
+    assert MEANINGS["couplings"] in caption(checkpoints(aliases=False)[QUICK[0][0]], "heat")
 
 
 def test_average_pooling_routes_nothing() -> None:
-    assert "heat" not in kinds_of(bundled_tags()["resnet20_routingpool.cifar10_avg"])
+    assert "heat" not in kinds_of(checkpoints(aliases=False)["resnet20_routingpool.cifar10_avg"])
     assert {kind for _, kind in QUICK} == set(KINDS)

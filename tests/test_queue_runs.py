@@ -44,7 +44,7 @@ def test_started_runs_come_first_and_what_the_zoo_has_is_left_out(
     """Unless it is named, or the zoo's checkpoint misses the target with other settings."""
     tag, started = "idpa_cnn.mnist", list[str]()
     raw: dict[str, Any] = {"seed": 0, "metrics": {"test": {"top1": 60.0}}, "seeds": {"seeds": [0, 1]}}
-    monkeypatch.setattr(queue_runs, "bundled_tags", lambda: {tag: SimpleNamespace(raw=raw)})
+    monkeypatch.setattr(queue_runs, "checkpoints", lambda **_: {tag: SimpleNamespace(raw=raw)})
     monkeypatch.setattr(
         queue_runs, "run_jobs", lambda jobs, _: started.extend(job.out.name[-1] for job in jobs)
     )

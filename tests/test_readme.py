@@ -18,7 +18,7 @@ import pytest
 from PIL import Image
 
 import capszoo
-from capszoo._pretrained.files import bundled_tags
+from capszoo._pretrained.catalogue import checkpoints
 from tests.support import load_script, packed
 
 
@@ -34,11 +34,11 @@ def test_generated_files_are_up_to_date(root: Path) -> None:
 
 def test_every_model_and_checkpoint_is_listed(root: Path) -> None:
     text = (root / "docs" / "models.md").read_text(encoding="utf-8")
-    for name in (*capszoo.list_models(), *bundled_tags()):
+    for name in (*capszoo.list_models(), *checkpoints(aliases=False)):
         assert f"| `{name}` |" in text
     assert all(f"`{name}`" in text for name in capszoo.list_pretrained()), "second names of a file, too"
     readme = (root / "README.md").read_text(encoding="utf-8")
-    assert all(f"| `{name}` |" in readme for name in bundled_tags())
+    assert all(f"| `{name}` |" in readme for name in checkpoints(aliases=False))
 
 
 def test_the_changelog_states_replaced_weights_beside_the_present_ones(root: Path) -> None:

@@ -10,12 +10,12 @@ import pytest
 from PIL import Image
 
 from benchmarks import robustness
-from capszoo._pretrained.files import bundled_tags
+from capszoo._pretrained.catalogue import checkpoints
 from tests.support import packed
 
 
 def test_every_bundled_file_was_measured() -> None:
-    assert list(robustness.current()) == list(bundled_tags()), (
+    assert list(robustness.current()) == list(checkpoints(aliases=False)), (
         "run python benchmarks/robustness.py, then make docs"
     )
 
@@ -24,9 +24,9 @@ def test_corrupted_accuracies_agree_with_the_stated_ones() -> None:
     for name, row in robustness.current().items():
         images = row["corruptions"]
         if images is None:  # of another size
-            assert bundled_tags()[name].input_size[1:] not in ((28, 28), (32, 32))
+            assert checkpoints(aliases=False)[name].input_size[1:] not in ((28, 28), (32, 32))
             continue
-        stated = bundled_tags()[name].raw["metrics"]["test"]["top1"]
+        stated = checkpoints(aliases=False)[name].raw["metrics"]["test"]["top1"]
         assert abs(images["clean"] - stated) < 4 * (stated * (100 - stated) / images["n"]) ** 0.5 + 0.1, name
         means = [statistics.fmean(one["accuracy"]) for one in images["each"]]
         assert len(means) == 12 and statistics.fmean(means) == pytest.approx(images["mean"], abs=1e-3), name
@@ -35,7 +35,7 @@ def test_corrupted_accuracies_agree_with_the_stated_ones() -> None:
 
 def test_calibration_is_that_of_the_whole_test_set() -> None:
     for name, row in robustness.current().items():
-        found, info = row["calibration"], bundled_tags()[name]
+        found, info = row["calibration"], checkpoints(aliases=False)[name]
         if found is None:
             assert info.score_kind.startswith("label_")
             continue

@@ -13,8 +13,9 @@ import torch
 from safetensors.torch import save_file
 
 import capszoo
+from capszoo._pretrained.catalogue import checkpoints
 from capszoo._pretrained.facts import own_facts, set_own_facts
-from capszoo._pretrained.files import bundled_tags, sha256_of
+from capszoo._pretrained.files import sha256_of
 from capszoo._pretrained.info import default_weights
 from capszoo.recipes.weights import canonical_keys, reading_keys
 from capszoo.scores import SCORE_KINDS, kind_for, probabilities, score_kind
@@ -38,7 +39,7 @@ DEFAULT_TAGS = {
 
 
 def test_default_tags() -> None:
-    known = bundled_tags()
+    known = checkpoints(aliases=False)
     for architecture in {info.architecture for info in known.values()}:
         canonical = [
             info.tag for info in known.values() if info.architecture == architecture and info.canonical
@@ -54,14 +55,14 @@ def test_default_tags() -> None:
 def test_a_bare_name_loads_its_default_tag(architecture: str, tag: str) -> None:
     model = capszoo.create_model(architecture, pretrained=True)
     assert model.pretrained_cfg["tag"] == tag
-    info = bundled_tags()[f"{architecture}.{tag}"]
+    info = checkpoints(aliases=False)[f"{architecture}.{tag}"]
     assert tuple(model.pretrained_cfg["input_size"]) == info.input_size
     assert score_kind(model) == info.score_kind
 
 
 def test_the_metadata_are_complete() -> None:
     """What scripts/complete_metadata.py would write stands there."""
-    known = bundled_tags()
+    known = checkpoints(aliases=False)
     assert canonical_keys(known) == {name: info.canonical for name, info in known.items()}
     from capszoo.data import dataset_spec
 
@@ -72,7 +73,7 @@ def test_the_metadata_are_complete() -> None:
 
 
 def test_canonical_is_kept_and_given_to_plain_sets_first() -> None:
-    known = bundled_tags()
+    known = checkpoints(aliases=False)
     mine = {n: i for n, i in known.items() if i.architecture == "resnet20_routingcaps"}
     from dataclasses import replace
 

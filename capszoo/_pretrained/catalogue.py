@@ -11,22 +11,23 @@ import itertools
 import json
 import os
 import re
+from collections.abc import Collection
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from .._utils.files import PACKAGE_FOLDER
 from ..errors import CapszooError, UnknownModel, unknown_name
-from .info import WeightsInfo, default_weights, read_metadata, stored_file, weights_folders, with_aliases
+from .info import WeightsInfo, default_weights, read_metadata, stored_file, with_aliases
 
 __all__ = [
     "CATALOGUE",
     "PAPER_LINKS",
     "architectures",
     "check_model_argument",
+    "check_name",
     "check_not_exported",
     "check_path",
-    "checkpoint_row",
     "checkpoints",
     "describe",
     "exported_file",
@@ -66,10 +67,16 @@ def architectures() -> dict[str, dict[str, Any]]:
     return {name: entry for name, entry in _entries().items() if "." not in name}
 
 
-@lru_cache(maxsize=1)
-def checkpoints() -> dict[str, WeightsInfo]:
-    """Every checkpoint's metadata by each of its names."""
-    return with_aliases(read_metadata(weights_folders()))
+@lru_cache(maxsize=2)
+def checkpoints(aliases: bool = True) -> dict[str, WeightsInfo]:
+    """Every checkpoint of the zoo by its name ``<architecture>.<tag>``, in alphabetical order.
+
+    Args:
+        aliases: by each of its names, those of `capszoo._pretrained.info.ALIASES` included; else by the name of its
+            file alone.
+    """
+    known = read_metadata()
+    return with_aliases(known) if aliases else known
 
 
 @lru_cache(maxsize=1)
@@ -213,28 +220,24 @@ def check_model_argument(name: str, exported: bool = False) -> None:
         check_path(name)
     if os.path.isdir(path) or path.suffix in (".safetensors", ".json") or exported_file(name) is not None:
         return
+    check_name(name)
+
+
+def check_name(name: str, known: Collection[str] | None = None) -> None:
+    """Raise `UnknownModel` unless a name, with or without a tag, is a model of the zoo.
+
+    Args:
+        name: the name.
+        known: names of the architectures; None for those of the generated file.
+    """
+    known = architectures() if known is None else known
     architecture, dot, tag = name.partition(".")
     if name in checkpoints():  # also of an architecture that is timm's own
         return
-    if architecture not in architectures():
-        raise UnknownModel(unknown_name("model", name, [*architectures(), *checkpoints()]))
+    if architecture not in known:
+        raise UnknownModel(unknown_name("model", name, [*known, *checkpoints()]))
     if dot:
         raise UnknownModel(unknown_tag(architecture, tag))
-
-
-def checkpoint_row(info: WeightsInfo) -> dict[str, Any]:
-    """Columns of a checkpoint in listings."""
-    return {
-        "name": info.name,
-        "installed": stored_file(f"{info.file_name}.safetensors") is not None,
-        "description": plain(
-            info.description or architectures().get(info.architecture, {}).get("description", "")
-        ),
-        "parameters": info.raw.get("num_params"),
-        "input_size": list(info.input_size),
-        "dataset": info.raw.get("dataset", {}).get("name"),
-        "top1": info.raw.get("metrics", {}).get("test", {}).get("top1"),
-    }
 
 
 def list_rows(filter: str = "", pretrained: bool = False) -> list[dict[str, Any]]:
@@ -246,12 +249,11 @@ def list_rows(filter: str = "", pretrained: bool = False) -> list[dict[str, Any]
     """
     pattern = re.compile(fnmatch.translate(shell_pattern(filter)), re.IGNORECASE)
     if pretrained:
-        return [checkpoint_row(info) for name, info in checkpoints().items() if pattern.match(name)]
+        return [weights_entry(info) for name, info in checkpoints().items() if pattern.match(name)]
     rows = []
     for name, entry in architectures().items():
-        own = [info for info in checkpoints().values() if info.architecture == name]
-        own.sort(key=lambda info: info is not default_weights(checkpoints(), name))  # the default first
-        weights = [checkpoint_row(info) for info in own]
+        weights = [weights_entry(info) for info in checkpoints().values() if info.architecture == name]
+        weights.sort(key=lambda row: not row["default"])  # the default first
         if not any(map(pattern.match, (name, *(row["name"] for row in weights)))):
             continue
         rows.append(
@@ -261,9 +263,11 @@ def list_rows(filter: str = "", pretrained: bool = False) -> list[dict[str, Any]
                 "parameters": entry["parameters"],
                 "input_size": entry["input_size"],
                 "paper_ids": entry["paper_ids"],
-                "default_tag": own[0].tag if own else None,
+                "default_tag": weights[0]["name"].partition(".")[2] if weights else None,
                 "tags": [row["name"].partition(".")[2] for row in weights],
-                "weights": [{key: row[key] for key in ("name", "dataset", "top1")} for row in weights],
+                "weights": [
+                    {key: row[key] for key in ("name", "dataset", "top1", "score_kind")} for row in weights
+                ],
             }
         )
     return rows
@@ -289,15 +293,21 @@ def describe(name: str) -> dict[str, Any] | None:
 
 
 def weights_entry(info: WeightsInfo) -> dict[str, Any]:
-    """The output of ``capszoo info --json`` for a checkpoint."""
+    """A checkpoint in the output of ``capszoo list`` and ``info``, in plain types for JSON."""
+    metrics = info.raw.get("metrics", {})
+    text = info.description or architectures().get(info.architecture, {}).get("description", "")
     return {
         "name": info.name,
         "stored_as": info.file_name,
+        "installed": stored_file(f"{info.file_name}.safetensors") is not None,
+        "description": plain(text),
         "license": info.license,
+        "parameters": info.raw.get("num_params"),
         "input_size": list(info.input_size),
         "num_classes": info.num_classes,
         "dataset": info.raw.get("dataset", {}).get("name"),
-        "metrics": info.raw.get("metrics", {}),
+        "metrics": metrics,
+        "top1": metrics.get("test", {}).get("top1"),
         "sha256": info.sha256,
         "score_kind": info.score_kind,
         "default": default_weights(checkpoints(), info.architecture) == info,

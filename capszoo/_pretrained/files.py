@@ -17,21 +17,13 @@ import logging
 import re
 from collections.abc import Callable
 from contextlib import suppress
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from capszoo._pretrained.info import (
-    HUB_ORG,
-    WeightsInfo,
-    read_metadata,
-    stored_file,
-    weights_folders,
-    with_aliases,
-)
+from capszoo._pretrained.info import HUB_ORG, WeightsInfo, stored_file, weights_folders
 from capszoo._utils.hub import is_hub_error, limit_hub_waits, refusal
 
 from ..errors import WeightsError
@@ -41,7 +33,6 @@ __all__ = [
     "HUB_ORG",
     "WeightsError",
     "WeightsInfo",
-    "bundled_tags",
     "checked_pair",
     "download_weights",
     "hub_config",
@@ -49,7 +40,6 @@ __all__ = [
     "load_weights",
     "local_weights",
     "locate_weights",
-    "named_weights",
     "read_cached",
     "sha256_of",
     "sha256_tag",
@@ -65,17 +55,6 @@ HUB_FILENAME = "model.safetensors"
 
 #: File name of the metadata there.
 METADATA_FILENAME = "metadata.json"
-
-
-@lru_cache(maxsize=1)
-def bundled_tags() -> dict[str, WeightsInfo]:
-    """Every checkpoint of the zoo by the name of its file ``<architecture>.<tag>``, in alphabetical order."""
-    return read_metadata(weights_folders())
-
-
-def named_weights() -> dict[str, WeightsInfo]:
-    """Every checkpoint by each of its names, those of `ALIASES` included, in alphabetical order."""
-    return with_aliases(bundled_tags())
 
 
 def load_weights(info: WeightsInfo, cache_dir: str | Path | None = None) -> dict[str, Tensor]:
@@ -103,7 +82,7 @@ def locate_weights(info: WeightsInfo, cache_dir: str | Path | None = None) -> Pa
         WeightsError: the file is neither bundled nor available from the Hub, or its sha256 is wrong.
     """
     filename = f"{info.file_name}.safetensors"
-    path = stored_file(filename, weights_folders())
+    path = stored_file(filename)
     if path is None:
         return download_weights(info.hub_id, cache_dir, info.sha256, local_name=filename)
     actual = sha256_of(path)

@@ -204,13 +204,13 @@ def stored_file(name: str, folders: Iterable[Path] | None = None) -> Path | None
     return next((file for file in files if file.is_file()), None)
 
 
-def read_metadata(folders: Iterable[Path]) -> dict[str, WeightsInfo]:
-    """Every checkpoint with metadata in ``folders``, by its full name, in alphabetical order.
+def read_metadata() -> dict[str, WeightsInfo]:
+    """Every checkpoint with metadata in `weights_folders`, by its full name, in alphabetical order.
 
     A checkpoint with damaged metadata is skipped with a warning, since the others do not depend on it.
     """
     found: dict[str, WeightsInfo] = {}
-    for folder in folders:
+    for folder in weights_folders():
         for path in sorted(folder.glob("*.json")) if folder.is_dir() else ():
             try:
                 info = WeightsInfo.from_json(path)

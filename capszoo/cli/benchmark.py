@@ -10,7 +10,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from .._pretrained.catalogue import check_model_argument, checkpoints, describe, exported_file
+from .._pretrained.catalogue import check_model_argument, checkpoints, exported_file
 from .._pretrained.info import default_weights
 from ..errors import CapszooError, UsageError
 from .common import (
@@ -21,6 +21,7 @@ from .common import (
     OriginalOption,
     SizeOption,
     complete_model,
+    describe_model,
     given,
     parse_size,
     print_json,
@@ -279,11 +280,7 @@ def _with_tag(name: str) -> str:
 
 def _about(name: str) -> dict[str, Any]:
     """Size and stated accuracy of a model."""
-    about = describe(name)
-    if about is None:
-        from ..summary import summarise
-
-        about = summarise(name).to_dict()
+    about = describe_model(name)
     chosen = next((entry for entry in about["weights"] if entry["default"]), None)
     chosen = chosen or next(iter(about["weights"]), None)
     test = chosen["metrics"].get("test", {}) if chosen else {}

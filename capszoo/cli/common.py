@@ -19,7 +19,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from .._pretrained.catalogue import architectures, checkpoints
+from .._pretrained.catalogue import architectures, check_model_argument, checkpoints, describe
 from .._utils.choices import PICTURE_SUFFIXES, check_background
 from .._utils.devices import DEVICES, check_device
 from .._utils.files import check_numbers_file, check_writable
@@ -48,6 +48,7 @@ __all__ = [
     "SizeOption",
     "StyleOption",
     "check_paths",
+    "describe_model",
     "check_picture_options",
     "given",
     "parse_size",
@@ -354,6 +355,21 @@ def progress_bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
         yield advance
     finally:
         bar.stop()
+
+
+def describe_model(name: str, **options: Any) -> dict[str, Any]:
+    """The output of ``capszoo info --json``, from the generated file if that has it, else computed from the model.
+
+    Raises:
+        CapszooError: the name or an option cannot refer to a model.
+    """
+    about = None if options else describe(name)
+    if about is None:
+        check_model_argument(name)
+        from ..summary import summarise
+
+        about = summarise(name, **options).to_dict()
+    return about
 
 
 def given(**options: Any) -> dict[str, Any]:

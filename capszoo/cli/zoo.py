@@ -12,8 +12,6 @@ from rich.table import Table
 from .._pretrained.catalogue import (
     architectures,
     check_model_argument,
-    checkpoints,
-    describe,
     list_rows,
     paper_address,
     paper_label,
@@ -26,6 +24,7 @@ from .common import (
     JsonOption,
     ModelArgument,
     SizeOption,
+    describe_model,
     given,
     parse_size,
     print_json,
@@ -105,7 +104,7 @@ def _accuracy(row: dict[str, Any]) -> str:
     """The test accuracy of a checkpoint's row; with several labels per image, that of the exact set."""
     if row["top1"] is None:
         return ""
-    several = checkpoints()[row["name"]].score_kind.startswith("label_")
+    several = row["score_kind"].startswith("label_")
     return f"{row['top1']:.2f}" + (" (exact set)" if several else "")
 
 
@@ -142,12 +141,7 @@ def info_command(
         check_model_argument(model)
         _print_engines(model, batch, training, as_json, options)
         return
-    about = None if options else describe(model)
-    if about is None:
-        check_model_argument(model)
-        from ..summary import summarise
-
-        about = summarise(model, **options).to_dict()
+    about = describe_model(model, **options)
     if as_json:
         print_json(about)
         return
@@ -197,12 +191,11 @@ def _weights_table(entries: list[dict[str, Any]]) -> Table:
         "weights", "data set", "top-1 %", "input", "scores", "licence", "sha256", box=None, pad_edge=False
     )
     for entry in entries:
-        measured = entry["metrics"].get("test", {}).get("top1")
         stored = "" if entry["stored_as"] == entry["name"] else f" = {entry['stored_as']}"
         weights.add_row(
             entry["name"] + stored + (" (default)" if entry["default"] and len(entries) > 1 else ""),
             escape(entry["dataset"] or ""),
-            "" if measured is None else f"{measured:.2f}",
+            "" if entry["top1"] is None else f"{entry['top1']:.2f}",
             _size(entry["input_size"]),
             entry["score_kind"],
             escape(entry["license"]),

@@ -21,6 +21,7 @@ from capszoo.errors import unknown_name
 from capszoo.layers._layout import split_axis
 from capszoo.models._inspect import evaluating
 
+from .._pretrained.catalogue import checkpoints
 from .._pretrained.checks import ModelConfig
 from .._pretrained.demand import fitting
 from .._pretrained.files import (
@@ -30,7 +31,6 @@ from .._pretrained.files import (
     load_safetensors,
     load_weights,
     local_weights,
-    named_weights,
 )
 from ..errors import WeightsError
 from ._builder import stranger_cfg
@@ -412,8 +412,8 @@ def create_backbone(
         cfg = PretrainedCfg(**described)
         arguments = {**backbone_args(config), **arguments, "pretrained_cfg": described}
     state: Dict[str, Tensor] = {}
-    if pretrained and config is None and target in named_weights():
-        state = load_weights(named_weights()[target], cache_dir)
+    if pretrained and config is None and target in checkpoints():
+        state = load_weights(checkpoints()[target], cache_dir)
     elif pretrained and config is None:
         if cfg is None or not cfg.hf_hub_id:
             raise WeightsError(

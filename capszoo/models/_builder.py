@@ -24,16 +24,10 @@ from capszoo._pretrained.facts import for_new_classes, own_facts, set_own_facts
 from capszoo._pretrained.info import WeightsInfo, default_weights
 from capszoo.errors import UnknownArgument, WeightsError, unknown_name
 
+from .._pretrained.catalogue import checkpoints
 from .._pretrained.checks import ModelConfig, described
 from .._pretrained.demand import check_demand
-from .._pretrained.files import (
-    download_weights,
-    hub_config,
-    load_safetensors,
-    load_weights,
-    local_weights,
-    named_weights,
-)
+from .._pretrained.files import download_weights, hub_config, load_safetensors, load_weights, local_weights
 from ._adapt import adapt_state_dict
 from ._base import to_2tuple
 
@@ -108,7 +102,7 @@ def zoo_cfgs(cfgs: dict[str, dict[str, Any]]) -> dict[str, DefaultCfg]:
         cfgs: architecture name → keyword arguments of timm's ``PretrainedCfg``, without weights.
     """
     full: dict[str, dict[str, Any] | PretrainedCfg] = dict(cfgs)
-    for name, info in named_weights().items():
+    for name, info in checkpoints().items():
         base = cfgs.get(info.architecture)
         if base is None:
             continue
@@ -138,7 +132,7 @@ def zoo_cfgs(cfgs: dict[str, dict[str, Any]]) -> dict[str, DefaultCfg]:
 
 def _default_tag(variant: str) -> str | None:
     """Tag that ``pretrained=True`` loads for a bare name: that of the canonical weights."""
-    info = default_weights(named_weights(), variant)
+    info = default_weights(checkpoints(), variant)
     return info.tag if info else None
 
 
@@ -197,7 +191,7 @@ def _is_json(value: Any) -> bool:
 
 def trusted_tag(architecture: str, tag: str | None, sha256: str | None) -> str | None:
     """The tag stated by a third-party configuration; None if the zoo has other weights under that name."""
-    info = named_weights().get(f"{architecture}.{tag}")
+    info = checkpoints().get(f"{architecture}.{tag}")
     return tag if info is None or info.sha256 == sha256 else None
 
 
@@ -239,7 +233,7 @@ def _verified_source(cfg: PretrainedCfg, variant: str, cache_dir: str | Path | N
         if not cfg.state_dict:
             raise WeightsError(f"the state dict for {variant} holds no tensors")
         return replace(cfg, **{**NO_SOURCE, "state_dict": cfg.state_dict})
-    info = named_weights().get(f"{variant}.{cfg.tag}") if cfg.tag else None
+    info = checkpoints().get(f"{variant}.{cfg.tag}") if cfg.tag else None
     tag = cfg.tag
     named = cfg.source is None and not cfg.file and bool(cfg.hf_hub_id)  # by the caller or by the tag
     if cfg.source == "hf-hub" or (named and (info is None or cfg.hf_hub_id != info.hub_id)):
@@ -257,7 +251,7 @@ def _verified_source(cfg: PretrainedCfg, variant: str, cache_dir: str | Path | N
         state = load_weights(info, cache_dir)
         return replace(cfg, **{**NO_SOURCE, "tag": tag, "state_dict": state})
     else:
-        tags = [name for name in named_weights() if name.startswith(f"{variant}.")]
+        tags = [name for name in checkpoints() if name.startswith(f"{variant}.")]
         if tags:
             raise WeightsError(f"no pretrained weights exist for {variant}: use {' or '.join(tags)}")
         raise WeightsError(": ".join(without_weights(variant)))
@@ -337,7 +331,7 @@ def build_capsule_model(
     stranger = cfg.source in _STRANGERS
     cfg = _without_foreign_sources(cfg, variant) if stranger else cfg
     weights_id = cfg.hf_hub_id
-    info = named_weights().get(f"{variant}.{cfg.tag}") if cfg.tag and not stranger else None
+    info = checkpoints().get(f"{variant}.{cfg.tag}") if cfg.tag and not stranger else None
     own_keys = _own_keys(cfg, info, cache_dir) if own_keys is None else own_keys
     if stranger and (config := _stranger_config(cfg, cache_dir)):
         kwargs = {**{k: v for k, v in config.model_args.items() if k in own_args}, **kwargs}

@@ -20,11 +20,11 @@ from timm.models import (
 )
 from torch import nn
 
-from .._pretrained.catalogue import shell_pattern, unknown_tag
+from .._pretrained.catalogue import check_name, checkpoints, shell_pattern
 from .._pretrained.checks import ModelConfig
 from .._pretrained.demand import check_demand, fitting
-from .._pretrained.facts import own_facts, set_own_facts
-from .._pretrained.files import download_weights, hub_config, load_safetensors, local_weights, named_weights
+from .._pretrained.facts import model_input_size, own_facts, set_own_facts
+from .._pretrained.files import download_weights, hub_config, load_safetensors, local_weights
 from .._pretrained.info import WeightsInfo
 from ..errors import UnknownArgument, UnknownModel, WeightsError, unknown_name
 from . import MODULES
@@ -58,7 +58,7 @@ def list_models(
         True
     """
     names = (
-        list(named_weights())
+        list(checkpoints())
         if pretrained
         else sorted({name for module in MODULES for name in timm.list_models(module=module)})
     )
@@ -85,13 +85,12 @@ def list_pretrained(filter: str | Sequence[str] = "") -> list[str]:
 
 
 def _check_name(name: str) -> None:
-    """Raise UnknownModel unless ``name`` (with or without a tag) can be created."""
+    """Raise UnknownModel unless ``name`` (with or without a tag) can be created: a model of the zoo or of timm."""
     architecture, tag = split_model_name_tag(name)
-    if not is_model(architecture):
-        raise UnknownModel(unknown_name("model", architecture, list_models()))
-    if name != architecture and architecture in list_models() and name not in named_weights():
-        raise UnknownModel(unknown_tag(architecture, tag))
-    if tag and architecture not in list_models():
+    ours = list_models()
+    if architecture in ours or not is_model(architecture):
+        check_name(name, ours)
+    elif tag:
         try:
             get_pretrained_cfg(name, allow_unregistered=True)
         except RuntimeError as error:  # a tag that timm does not know
@@ -248,33 +247,41 @@ def model_info(name: str, **kwargs: Any) -> ModelInfo:
         (6804224, (1, 28, 28))
     """
     _check_name(name)
-    bundled = named_weights().get(name)  # a checkpoint has the arguments that it was built with
+    bundled = checkpoints().get(name)  # a checkpoint has the arguments that it was built with
     trained = bundled.model_args if bundled else {}
     return describe(name, create_model(name, device="meta", **{**trained, **kwargs}))
 
 
-def describe(name: str, model: nn.Module) -> ModelInfo:
-    """:func:`model_info` of a registered name whose model exists already."""
-    architecture, tag = split_model_name_tag(name)
-    cfg = get_pretrained_cfg(name)
-    weights = tuple(
-        info
-        for full, info in named_weights().items()
-        if info.architecture == architecture and (not tag or full == name)
-    )
-    assert cfg is not None  # every registered model of the zoo has one
-    papers = cfg.paper_ids or ()
-    first_line = (model_entrypoint(architecture).__doc__ or "").strip().split("\n")[0]
+def describe(name: str, model: nn.Module, weights: tuple[WeightsInfo, ...] | None = None) -> ModelInfo:
+    """:func:`model_info` of a model that exists already.
+
+    Args:
+        name: a registered name, with or without a tag; with ``weights`` any other name of a model.
+        model: the model.
+        weights: metadata of the weights of a folder, a file or a repository; None for those of a registered name.
+    """
+    registered = weights is None
+    cfg: Any = getattr(model, "pretrained_cfg", None) or {}
+    architecture = split_model_name_tag(name)[0] if registered else str(cfg.get("architecture"))
+    if weights is None:
+        weights = tuple(info for full, info in checkpoints().items() if name in (full, info.architecture))
+    known = registered or architecture in list_models()
+    entry = get_pretrained_cfg(name if registered else architecture) if known else None
+    papers = entry.paper_ids or () if entry and not _other_head(architecture, model) else ()
+    docstring = (model_entrypoint(architecture).__doc__ or "") if known else type(model).__name__
     return ModelInfo(
         name=name,
-        description=first_line,
+        description=docstring.strip().split("\n")[0],
         num_params=sum(p.numel() for p in model.parameters()),
         num_classes=int(getattr(model, "num_classes", 0)),
-        input_size=(
-            int(getattr(model, "in_chans", 3)),
-            *getattr(model, "img_size", tuple(cfg.input_size[-2:])),
-        ),
+        input_size=model_input_size(model),
         weights=weights,
         paper_ids=(papers,) if isinstance(papers, str) else tuple(papers),
-        license="apache-2.0",
+        license="apache-2.0" if registered else weights[0].license if weights else "",
     )
+
+
+def _other_head(architecture: str, model: nn.Module) -> bool:
+    """Whether a `caps_head` has another routing than its default, whose paper the registry names."""
+    routing = getattr(getattr(model, "head", None), "routing", "idpa")
+    return architecture == "caps_head" and routing != "idpa"

@@ -15,8 +15,8 @@ import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from timm.models import get_pretrained_cfg
 
-from capszoo._pretrained.catalogue import PAPER_LINKS, paper_address, paper_label
-from capszoo._pretrained.files import HUB_FILENAME, METADATA_FILENAME, bundled_tags
+from capszoo._pretrained.catalogue import PAPER_LINKS, checkpoints, paper_address, paper_label
+from capszoo._pretrained.files import HUB_FILENAME, METADATA_FILENAME
 from capszoo._pretrained.info import WeightsInfo, other_names
 from capszoo.models._papers import PAPERS
 from capszoo.scores import SCORE_KINDS
@@ -221,8 +221,10 @@ def model_card(
 
 def _other_names(info: WeightsInfo) -> str:
     """The further names of a checkpoint of the zoo, for architectures with the same network."""
-    stored = bundled_tags().get(info.name)
-    names = other_names(bundled_tags(), info.name) if stored and stored.sha256 == info.sha256 else []
+    stored = checkpoints(aliases=False).get(info.name)
+    names = (
+        other_names(checkpoints(aliases=False), info.name) if stored and stored.sha256 == info.sha256 else []
+    )
     if not names:
         return ""
     return f"In the zoo, {' and '.join(f'`{name}`' for name in names)} load the same weights into the same network."

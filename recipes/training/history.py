@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from capszoo._pretrained.files import named_weights
+from capszoo._pretrained.catalogue import checkpoints
 from capszoo.errors import CapszooError
 from capszoo.metadata import first_complaint
 
@@ -128,8 +128,8 @@ def trained_images(run: Path) -> int:
 
 def _records(name: str) -> list[dict[str, Any]]:
     folder = Path(name)
-    if name in named_weights():
-        return records_of(named_weights()[name].metadata.history)
+    if name in checkpoints():
+        return records_of(checkpoints()[name].metadata.history)
     if not (folder / "recipe.yaml").is_file():
         raise CapszooError(
             f"{name}: neither the folder of a run nor a checkpoint of the zoo",

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import capszoo
-from capszoo._pretrained.files import bundled_tags
+from capszoo._pretrained.catalogue import checkpoints
 from capszoo._pretrained.info import WeightsInfo
 from capszoo.errors import NoCapsules
 from capszoo.models import MODULES
@@ -183,7 +183,7 @@ def family_pages(folder: Path) -> None:
     lines = ["# Models", "", "| family | architectures | weights |", "|---|---:|---:|"]
     for module, family in FAMILIES.items():
         names = models_of(module)
-        weights = sum(info.architecture in names for info in bundled_tags().values())
+        weights = sum(info.architecture in names for info in checkpoints(aliases=False).values())
         lines.append(f"| [{family.title}]({module}.md) | {len(names)} | {weights} |")
         page = _page(folder, module, family, names)
         (folder / f"{module}.md").write_text(page, encoding="utf-8")
@@ -227,7 +227,7 @@ def _page(folder: Path, module: str, family: Family, names: list[str]) -> str:
 
 def example_code(family: Family, names: list[str]) -> str:
     """Predict with the default weights of the family's example, or of another model that has some."""
-    known = [info for info in bundled_tags().values() if info.architecture in names]
+    known = [info for info in checkpoints(aliases=False).values() if info.architecture in names]
     lines = ["import capszoo", ""]
     if known:
         one = min(
@@ -287,7 +287,9 @@ def _row(cells: list[str]) -> str:
 
 
 def _weights(names: list[str]) -> list[str]:
-    known: dict[str, WeightsInfo] = {k: v for k, v in bundled_tags().items() if v.architecture in names}
+    known: dict[str, WeightsInfo] = {
+        k: v for k, v in checkpoints(aliases=False).items() if v.architecture in names
+    }
     if not known:
         return ["## Weights", "No weights are bundled yet; `capszoo train` makes them."]
     rows = ["| weights | data set | accuracy, % | n | counted |", "|---|---|---:|---:|---|"]

@@ -28,7 +28,7 @@ from PIL import Image
 from safetensors.torch import save
 
 import capszoo
-from capszoo._pretrained.catalogue import checkpoint_row
+from capszoo._pretrained.catalogue import weights_entry
 from capszoo._pretrained.info import WeightsInfo
 from capszoo._utils.files import read_npz
 from capszoo.cli import zoo
@@ -232,7 +232,7 @@ class Inputs:
         with redirect_stdout(io.StringIO()) as printed, patch.object(zoo, "checkpoints", lambda: known):
             zoo._print_facts(about)
             zoo.stdout().print(zoo._weights_table(about["weights"]))
-            zoo.stdout().print(zoo._checkpoint_table([checkpoint_row(info)]))
+            zoo.stdout().print(zoo._checkpoint_table([weights_entry(info)]))
         assert printed.getvalue().replace("\n", "").isprintable()
 
     def weights_file(self, rng: random.Random) -> None:

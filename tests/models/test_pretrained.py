@@ -18,6 +18,8 @@ from torch import Tensor, nn
 import capszoo
 from capszoo._pretrained import catalogue as _catalogue
 from capszoo._pretrained import files as _pretrained
+from capszoo._pretrained import info as _info
+from capszoo._pretrained.catalogue import checkpoints
 from capszoo._pretrained.files import locate_weights, sha256_of
 from capszoo._pretrained.info import ALIASES, WeightsInfo, other_names, with_aliases
 from capszoo.errors import WeightsError
@@ -208,11 +210,11 @@ def test_a_tag_exists_once_its_metadata_does(
         label_names=list("0123456789"),
     )
     (folder / "zoo_test_toy.digits.json").write_text(json.dumps(meta))
-    monkeypatch.setattr(_pretrained, "weights_folders", lambda: (folder,))
-    _pretrained.bundled_tags.cache_clear()
+    monkeypatch.setattr(_info, "weights_folders", lambda: (folder,))
+    checkpoints.cache_clear()
     try:
-        assert list(_pretrained.bundled_tags()) == ["zoo_test_toy.digits"]
-        info = _pretrained.bundled_tags()["zoo_test_toy.digits"]
+        assert list(checkpoints(aliases=False)) == ["zoo_test_toy.digits"]
+        info = checkpoints(aliases=False)["zoo_test_toy.digits"]
         assert locate_weights(info) == folder / "zoo_test_toy.digits.safetensors"
         cfg = zoo_cfgs({"zoo_test_toy": dict(first_conv="stages.stem.conv", classifier="fc")})["zoo_test_toy"]
         tagged = cfg.cfgs["digits"]
@@ -227,29 +229,29 @@ def test_a_tag_exists_once_its_metadata_does(
             WeightsInfo.from_json(folder / "zoo_test_toy.digits.json")
     finally:
         monkeypatch.undo()
-        _pretrained.bundled_tags.cache_clear()
+        checkpoints.cache_clear()
 
 
 def test_weights_bring_the_arguments_that_they_were_trained_with(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the architecture's own name stands for another value; the caller's come first."""
     name = "resnet20_routingcaps.mnist"
     assert capszoo.create_model(name, pretrained=True).lam == 1.0
-    info = replace(_pretrained.bundled_tags()[name], model_args={"lam": 5.0})
-    monkeypatch.setattr(_builder, "named_weights", lambda: {name: info})
+    info = replace(checkpoints(aliases=False)[name], model_args={"lam": 5.0})
+    monkeypatch.setattr(_builder, "checkpoints", lambda: {name: info})
     assert capszoo.create_model(name, pretrained=True).lam == 5.0
     assert capszoo.create_model(name, pretrained=True, lam=2.0).lam == 2.0
     assert capszoo.create_model(name).lam == 5.0, "a name with a tag is one network"
     assert capszoo.create_model("resnet20_routingcaps").lam == 1.0
 
 
-SHARED = [(name, info.stored_as) for name, info in _pretrained.named_weights().items() if info.stored_as]
+SHARED = [(name, info.stored_as) for name, info in checkpoints().items() if info.stored_as]
 
 
 @pytest.mark.parametrize(("name", "stored"), SHARED)
 def test_a_shared_checkpoint_is_the_same_network(name: str, stored: str) -> None:
     """Its tensors, under the declared keys, and its scores; the file is the other's."""
     model, other = (capszoo.create_model(n, pretrained=True).eval() for n in (name, stored))
-    info = _pretrained.named_weights()[name]
+    info = checkpoints()[name]
     renamed = info.renamed(other.state_dict())
     assert list(renamed) == list(model.state_dict())
     assert all(torch.equal(value, renamed[key]) for key, value in model.state_dict().items())
@@ -260,7 +262,7 @@ def test_a_shared_checkpoint_is_the_same_network(name: str, stored: str) -> None
 
 def test_every_name_of_a_checkpoint_is_listed() -> None:
     assert {name.partition(".")[0] for name, _ in SHARED} == set(ALIASES), "an alias has no weights"
-    assert {info.stored_as for name, info in _pretrained.named_weights().items() if "avg." in name} == {
+    assert {info.stored_as for name, info in checkpoints().items() if "avg." in name} == {
         "resnet20_routingpool.cifar10_avg",
         "resnet20_routingpool.cifar100_avg",
     }
@@ -269,7 +271,7 @@ def test_every_name_of_a_checkpoint_is_listed() -> None:
         assert name in {row["name"] for row in _catalogue.list_rows(pretrained=True)}
         described = _catalogue.describe(name)
         assert described is not None and [row["stored_as"] for row in described["weights"]] == [stored]
-        assert name in other_names(_pretrained.bundled_tags(), stored)
+        assert name in other_names(checkpoints(aliases=False), stored)
         assert capszoo.model_info(name).weights[0].stored_as == stored
     for architecture, alias in ALIASES.items():
         assert capszoo.create_model(architecture, pretrained=True).pretrained_cfg["tag"] == alias.default
@@ -286,7 +288,7 @@ def test_an_export_finds_the_weights_behind_a_second_name() -> None:
 
 def test_an_alias_keeps_checkpoints_of_its_own() -> None:
     """One that was trained under the second name is not hidden by the file of the first."""
-    stored = _pretrained.bundled_tags()["resnet20_routingpool.cifar10"]
+    stored = checkpoints(aliases=False)["resnet20_routingpool.cifar10"]
     own = replace(stored, architecture="resnet_routingpool")
     known = {info.name: info for info in (stored, own)}
     assert with_aliases(known)["resnet_routingpool.cifar10"] is own

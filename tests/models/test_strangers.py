@@ -17,8 +17,8 @@ import torch
 from safetensors.torch import save, save_file
 
 import capszoo
-from capszoo._pretrained import files as _pretrained
-from capszoo._pretrained.catalogue import checkpoint_row, weights_entry
+from capszoo._pretrained import info as _info
+from capszoo._pretrained.catalogue import checkpoints, weights_entry
 from capszoo._pretrained.checks import ModelConfig, described
 from capszoo._pretrained.files import load_safetensors
 from capszoo._pretrained.info import WeightsInfo
@@ -200,7 +200,7 @@ def test_null_is_absent(tmp_path: Path, sections: dict[str, Any]) -> None:
     assert score_kind(load_model(str(path), device="cpu")) == "logits"
     info = WeightsInfo.from_json(path.with_suffix(".json"))
     assert info.metadata.metrics == {} and info.metadata.trained.loss is None
-    assert checkpoint_row(info)["top1"] is None and weights_entry(info)["score_kind"] == ""
+    assert weights_entry(info)["top1"] is None and weights_entry(info)["score_kind"] == ""
 
 
 @pytest.mark.parametrize(
@@ -346,20 +346,20 @@ def test_one_damaged_file_spares_the_other_weights(
     (tmp_path / "idpa_cnn.z.json").write_text(json.dumps({"architecture": "idpa_cnn"}))
     wrong = {**json.loads((tmp_path / "idpa_cnn.x.json").read_text()), "tag": "w", "num_params": "x"}
     (tmp_path / "idpa_cnn.w.json").write_text(json.dumps(wrong))
-    monkeypatch.setattr(_pretrained, "weights_folders", lambda: (tmp_path,))
-    _pretrained.bundled_tags.cache_clear()
+    monkeypatch.setattr(_info, "weights_folders", lambda: (tmp_path,))
+    checkpoints.cache_clear()
     try:
-        assert list(_pretrained.bundled_tags()) == ["idpa_cnn.x"]
+        assert list(checkpoints(aliases=False)) == ["idpa_cnn.x"]
         assert "idpa_cnn.y.json: not readable as JSON" in caplog.text and "lacks the key" in caplog.text
     finally:
         monkeypatch.undo()
-        _pretrained.bundled_tags.cache_clear()
+        checkpoints.cache_clear()
 
 
 def test_metadata_of_the_zoo_are_read_as_before() -> None:
     """One file that cannot be read is left out with a warning: none of ours may be."""
-    stored = {file.stem for folder in _pretrained.weights_folders() for file in folder.glob("*.json")}
-    found = _pretrained.bundled_tags()
+    stored = {file.stem for folder in _info.weights_folders() for file in folder.glob("*.json")}
+    found = checkpoints(aliases=False)
     assert len(stored) > 20 and set(found) == stored
     assert all(
         isinstance(info, WeightsInfo) and info.input_size and info.label_names for info in found.values()

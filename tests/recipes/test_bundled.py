@@ -11,14 +11,14 @@ import pytest
 import torch
 
 import capszoo
-from capszoo._pretrained.files import bundled_tags
+from capszoo._pretrained.catalogue import checkpoints
 from capszoo.data import DataError, dataset_spec, load_dataset, normalize
 from capszoo.recipes.evaluate import evaluate
 from capszoo.recipes.evaluation.metrics import reproduced
 from capszoo.recipes.weights import golden_file
 from tests.support import PACKED, is_packed, packed
 
-TAGS = sorted(bundled_tags())
+TAGS = sorted(checkpoints(aliases=False))
 
 
 def test_there_are_weights_of_two_routings() -> None:
@@ -27,7 +27,7 @@ def test_there_are_weights_of_two_routings() -> None:
 
 @pytest.mark.parametrize("tag", TAGS)
 def test_accuracy_within_the_sampling_error(tag: str, root: Path) -> None:
-    raw = bundled_tags()[tag].raw
+    raw = checkpoints(aliases=False)[tag].raw
     if not is_packed(raw["dataset"]["name"]):
         pytest.skip(f"no packed images of {raw['dataset']['name']}")
     images = packed(root, raw["dataset"]["name"])
@@ -41,7 +41,7 @@ def test_accuracy_within_the_sampling_error(tag: str, root: Path) -> None:
 
 @pytest.mark.parametrize("tag", ["resnet20_routingcaps.mnist", "resnet20_routingpool.cifar10"])
 def test_accuracy_is_low_with_other_labels(tag: str, root: Path) -> None:
-    images = packed(root, bundled_tags()[tag].raw["dataset"]["name"])
+    images = packed(root, checkpoints(aliases=False)[tag].raw["dataset"]["name"])
     shuffled = replace(images, images=images.images[:100], labels=images.labels[:100].roll(1, dims=0))
     assert evaluate(tag, shuffled)["top1"] < 50, "the test above can tell right from wrong"
 
@@ -59,7 +59,7 @@ def test_packed_images_are_the_first_of_the_test_set(name: str, root: Path) -> N
 
 @pytest.mark.parametrize("tag", TAGS)
 def test_golden_outputs(tag: str) -> None:
-    info = bundled_tags()[tag]
+    info = checkpoints(aliases=False)[tag]
     golden = np.load(golden_file(info))
     model = capszoo.create_model(tag, pretrained=True).eval()
     with torch.no_grad():
@@ -72,7 +72,7 @@ def test_golden_outputs(tag: str) -> None:
 
 @pytest.mark.parametrize("tag", TAGS)
 def test_metadata(tag: str) -> None:
-    info = bundled_tags()[tag]
+    info = checkpoints(aliases=False)[tag]
     raw = info.raw
     spec = dataset_spec(raw["dataset"]["name"])
     assert info.tag.startswith(spec.name) and info.input_size == spec.input_size
@@ -91,7 +91,7 @@ def test_metadata(tag: str) -> None:
 
 
 def test_stated_floor() -> None:
-    assert bundled_tags()["resnet20_routingcaps.mnist"].raw["metrics"]["test"]["top1"] >= 99.3
+    assert checkpoints(aliases=False)["resnet20_routingcaps.mnist"].raw["metrics"]["test"]["top1"] >= 99.3
 
 
 @pytest.mark.slow
@@ -102,5 +102,5 @@ def test_whole_test_set_reproduces_the_stated_accuracy(tag: str) -> None:
     found = evaluate(tag)
     assert found["n"] == 10_000 and reproduced(found["stated"], found["top1"], found["n"])
     assert found["stated"] == pytest.approx(found["top1"], abs=0.021)
-    raw = bundled_tags()[tag].raw["dataset"]
+    raw = checkpoints(aliases=False)[tag].raw["dataset"]
     assert load_dataset(raw["name"], "test").fingerprint() == raw["sha256"]["test"]

@@ -288,10 +288,8 @@ def test_a_checkpoint_of_the_zoo_by_its_tag(hub: Hub, client: Client) -> None:
     """As from a wheel without the file: the tag leads to the Hub, and its sha256 is the one of the metadata."""
     name = "resnet20_routingcaps.mnist"
     assert client.capszoo("publish", name, f"capszoo/{name}").code == 0
-    absent = "from pathlib import Path; from capszoo.models import _pretrained as p\n"
-    absent += (
-        "p.bundled_tags(); old, p.weights_folders = p.weights_folders, lambda: (Path('/nowhere'),)\ntry:"
-    )
+    absent = "from pathlib import Path; from capszoo._pretrained import info as p, catalogue as c\n"
+    absent += "c.checkpoints(); old, p.weights_folders = p.weights_folders, lambda: (Path('/nowhere'),)\ntry:"
     absent += (
         scores(f"capszoo/{name}", name=name).replace("\n", "\n    ") + "\nfinally: p.weights_folders = old"
     )
@@ -541,8 +539,8 @@ def test_a_dry_run_makes_no_call(hub: Hub, client: Client, run: Path, tmp_path: 
 
 def test_the_whole_zoo(hub: Hub, client: Client, tmp_path: Path) -> None:
     some = ("idpa_cnn.mnist", "resnet20_routingcaps.mnist")
-    fewer = "from capszoo.recipes import publish as m; m.every = m.bundled_tags()\n"
-    fewer += f"m.bundled_tags = lambda: {{name: m.every[name] for name in {some}}}"
+    fewer = "from capszoo.recipes import publish as m; m.every = m.checkpoints(aliases=False)\n"
+    fewer += f"m.checkpoints = lambda **_: {{name: m.every[name] for name in {some}}}"
     assert client.python(fewer).code == 0
     hub.faults = [Fault("POST", "routingcaps.mnist/commit/", 500)]
     done = client.capszoo("publish", "--all", "zoo", "--dry-run")
@@ -562,7 +560,7 @@ def test_the_whole_zoo(hub: Hub, client: Client, tmp_path: Path) -> None:
     assert done.code == 1 and f"{some[0]} exists already" in done.error, "a folder of the user's own"
     for name in some:
         assert set(hub.repos[f"zoo/{name}"].files) == FILES
-    client.python("from capszoo.recipes import publish as m; m.bundled_tags = lambda: m.every")
+    client.python("from capszoo.recipes import publish as m; m.checkpoints = lambda **_: m.every")
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,8 @@ from torch import nn
 
 import capszoo
 from capszoo._pretrained import files as _pretrained
-from capszoo._pretrained.files import bundled_tags
+from capszoo._pretrained import info as _info
+from capszoo._pretrained.catalogue import checkpoints
 from capszoo.checkpoint import model_from_file
 from capszoo.data import ImageSet, dataset_spec
 from capszoo.errors import WeightsError
@@ -79,9 +80,9 @@ def test_the_repository_keeps_its_limits(root: Path) -> None:
         assert (root / "capszoo" / "weights" / f"{path.stem}.json").is_file()
 
 
-@pytest.mark.parametrize("name", sorted(bundled_tags()))
+@pytest.mark.parametrize("name", sorted(checkpoints(aliases=False)))
 def test_every_checkpoint_has_its_history_and_golden_outputs(name: str) -> None:
-    info = bundled_tags()[name]
+    info = checkpoints(aliases=False)[name]
     assert golden_file(info).is_file()
     records = records_of(info.raw["history"])
     assert [record["epoch"] for record in records] == list(range(1, info.raw["recipe"]["epochs"] + 1))
@@ -258,7 +259,7 @@ def test_the_mean_over_seeds_is_that_of_one_recipe(
     zoo.mkdir()
     (zoo / "cnn6.mnist.json").write_text(json.dumps(first))
     monkeypatch.setattr(module, "weights_folders", lambda: (zoo, zoo))
-    monkeypatch.setattr(module, "bundled_tags", lambda: {"cnn6.mnist": object()})
+    monkeypatch.setattr(module, "checkpoints", lambda **_: {"cnn6.mnist": object()})
     monkeypatch.setattr(module, "finished_metadata", lambda run: others.get(run.name))
     monkeypatch.setattr(module.WeightsInfo, "from_json", lambda path: None)
     assert module.main(["cnn6.mnist"]) == 1 and "is in the zoo" in capsys.readouterr().err
@@ -284,36 +285,36 @@ def test_a_canonical_checkpoint_stays_canonical(tmp_path: Path, monkeypatch: pyt
     """Though a bare name would otherwise refer to another tag, one of the data set's name alone."""
     zoo = tmp_path / "zoo"
     monkeypatch.setattr(module, "weights_folders", lambda: (zoo, tmp_path / "large"))
-    monkeypatch.setattr(_pretrained, "weights_folders", lambda: (zoo, tmp_path / "large"))
+    monkeypatch.setattr(_info, "weights_folders", lambda: (zoo, tmp_path / "large"))
     run = run_of(tmp_path / "run", tag="mnist_other")
-    bundled_tags.cache_clear()
+    checkpoints.cache_clear()
     try:
         for again in (False, True):
             bundle(run)
             metadata = json.loads((zoo / "resnet20_routingcaps.mnist_other.json").read_text())
             assert metadata["canonical"], f"bundled again: {again}"
             if not again:
-                bundled_tags.cache_clear()
+                checkpoints.cache_clear()
                 bundle(run_of(tmp_path / "mnist"))
                 assert not json.loads((zoo / f"{NAME}.json").read_text())["canonical"]
-                bundled_tags.cache_clear()
+                checkpoints.cache_clear()
     finally:
-        bundled_tags.cache_clear()
+        checkpoints.cache_clear()
 
 
 def test_large_weights_lie_beside_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = run_of(tmp_path / "run")
     small, large = tmp_path / "weights", tmp_path / "weights-large"
-    for where in (module, _pretrained):
+    for where in (module, _info):
         monkeypatch.setattr(where, "weights_folders", lambda: (small, large))
     size = (run / f"{NAME}.safetensors").stat().st_size
     monkeypatch.setattr(module, "FILE_LIMIT", size - 1)
     bundle(run)
     assert {path.name for path in small.iterdir()} == {f"{NAME}.json", f"{NAME}.golden.npz"}
     assert [path.name for path in large.iterdir()] == [f"{NAME}.safetensors"]
-    bundled_tags.cache_clear()
+    checkpoints.cache_clear()
     try:
-        info = bundled_tags()[NAME]
+        info = checkpoints(aliases=False)[NAME]
         assert _pretrained.locate_weights(info) == large / f"{NAME}.safetensors"
         assert golden_file(info) == small / f"{NAME}.golden.npz"
         monkeypatch.setattr(module, "FILE_LIMIT", size)  # it fits now: one place, not two
@@ -333,7 +334,7 @@ def test_large_weights_lie_beside_the_package(tmp_path: Path, monkeypatch: pytes
         with pytest.raises(WeightsError, match="has room"):
             bundle(run)
     finally:
-        bundled_tags.cache_clear()
+        checkpoints.cache_clear()
 
 
 def test_an_unfinished_run_is_not_bundled(tmp_path: Path) -> None:

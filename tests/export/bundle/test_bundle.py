@@ -21,8 +21,9 @@ from PIL import Image
 from typer.testing import CliRunner
 
 import capszoo
+from capszoo._pretrained.catalogue import checkpoints
 from capszoo._pretrained.facts import label_lines
-from capszoo._pretrained.files import bundled_tags, sha256_of
+from capszoo._pretrained.files import sha256_of
 from capszoo.cli import app
 from capszoo.errors import CapszooError, UsageError
 from capszoo.export import bundle, compare, to_onnx, to_tensorrt
@@ -85,7 +86,7 @@ def fixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_manifest(served: tuple[Path, dict[str, Any]]) -> None:
     out, manifest = served
     assert read_manifest(out) == manifest
-    info = bundled_tags()[NAME]
+    info = checkpoints(aliases=False)[NAME]
     assert manifest["model"]["weights"]["id"] == NAME
     assert manifest["model"]["weights"]["sha256"] == info.sha256
     assert manifest["model"]["weights"]["metrics"] == info.raw["metrics"]

@@ -110,7 +110,7 @@ def by_hand(large: Tensor, offsets: tuple[int, ...]) -> Tensor:
 def test_several_crops_are_the_mean_of_crops_made_by_hand(
     tiny_mnist: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from capszoo._pretrained.files import bundled_tags
+    from capszoo._pretrained.catalogue import checkpoints
 
     single = prepare(MODEL, data=tiny_mnist, device="cpu").images
     target = prepare(MODEL, data=tiny_mnist, crops="multi", device="cpu")
@@ -120,7 +120,7 @@ def test_several_crops_are_the_mean_of_crops_made_by_hand(
     torch.testing.assert_close(scores, by_hand(padded, (0, 4, 2)), rtol=1e-4, atol=1e-4)
     assert torch.equal(labels, single.labels)
 
-    augment = bundled_tags()[MODEL].raw["recipe"]["data"]["augment"]
+    augment = checkpoints(aliases=False)[MODEL].raw["recipe"]["data"]["augment"]
     monkeypatch.setitem(augment, "shift", 0)
     target = prepare(MODEL, data=tiny_mnist, crops="multi", device="cpu")
     assert target.crops == Crops(30, (28, 28), False), "34/32 of the input"
@@ -190,9 +190,9 @@ def test_the_batch_follows_size_and_training(tiny_mnist: Path) -> None:
 
 
 def test_held_out_images_are_those_of_the_recipe(tiny_mnist: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from capszoo._pretrained.files import bundled_tags
+    from capszoo._pretrained.catalogue import checkpoints
 
-    recipe = bundled_tags()[MODEL].raw["recipe"]["data"]
+    recipe = checkpoints(aliases=False)[MODEL].raw["recipe"]["data"]
     monkeypatch.setitem(recipe, "val_size", 20)
     held_out = prepare(MODEL, split="val", data=tiny_mnist, device="cpu")
     assert held_out.images.split == "validation" and held_out.n == 20

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 from huggingface_hub import ModelCard
 
-from capszoo._pretrained.files import bundled_tags, locate_weights
+from capszoo._pretrained.catalogue import checkpoints
+from capszoo._pretrained.files import locate_weights
 from capszoo._pretrained.info import WeightsInfo
 from capszoo.checkpoint import resolve
 from capszoo.data import DATASETS
@@ -48,9 +49,9 @@ def info_of(name: str, title: str = "CIFAR-10", **raw: object) -> WeightsInfo:
     return WeightsInfo(architecture, tag, "0" * 64, 10, (3, 32, 32), (0.5,) * 3, (0.5,) * 3, raw=whole)
 
 
-@pytest.mark.parametrize("name", sorted(bundled_tags()))
+@pytest.mark.parametrize("name", sorted(checkpoints(aliases=False)))
 def test_the_header_parses_and_states_the_metadata(name: str) -> None:
-    info = bundled_tags()[name]
+    info = checkpoints(aliases=False)[name]
     card = ModelCard(model_card(info, f"me/{name}", pictures=["curves.png"]).content)
     data, test = card.data, info.raw["metrics"]["test"]
     assert data.license == "apache-2.0" and data.to_dict()["library_name"] == "capszoo"
@@ -71,7 +72,7 @@ def test_the_header_parses_and_states_the_metadata(name: str) -> None:
 
 
 def test_the_papers_figure_stands_beside_ours() -> None:
-    info = bundled_tags()[OURS]
+    info = checkpoints(aliases=False)[OURS]
     card, top1 = model_card(info, "me/x"), info.raw["metrics"]["test"]["top1"]
     assert [result.metric_value for result in card.data.eval_results] == [top1]
     assert f"| **this file** | {top1:.2f}" in card.text and "| 91.51 | 8.49 | CIFAR-10 |" in card.text
@@ -79,7 +80,7 @@ def test_the_papers_figure_stands_beside_ours() -> None:
 
 
 def test_a_card_has_every_name_of_its_weights() -> None:
-    known = bundled_tags()
+    known = checkpoints(aliases=False)
     assert "`resnet20_avg.cifar10_avg`" in model_card(known["resnet20_routingpool.cifar10_avg"], "me/x").text
     assert "resnet20_avg" not in model_card(known["resnet20_routingpool.cifar10"], "me/x").text
     other = replace(known["resnet20_routingpool.cifar10_avg"], sha256="0" * 64)
@@ -131,18 +132,20 @@ def test_the_card_of_a_run_loads_the_run_and_not_the_zoo(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A folder may have the name of a model of the zoo."""
-    text = model_card(bundled_tags()[SEEDED], SEEDED, local=True).text
+    text = model_card(checkpoints(aliases=False)[SEEDED], SEEDED, local=True).text
     (named,) = re.findall(r'capszoo\.load\("(.*)"\)', text)
     assert f"capszoo predict {named} " in text and f"capszoo export {named} " in text
     (tmp_path / SEEDED).mkdir()
     for end in ("json", "safetensors"):
-        shutil.copy(locate_weights(bundled_tags()[SEEDED]).with_suffix(f".{end}"), tmp_path / SEEDED)
+        shutil.copy(
+            locate_weights(checkpoints(aliases=False)[SEEDED]).with_suffix(f".{end}"), tmp_path / SEEDED
+        )
     monkeypatch.chdir(tmp_path)
     assert resolve(named).kind == "file" and resolve(SEEDED).kind == "name"
 
 
 def test_several_labels_are_not_called_top_1() -> None:
-    info = bundled_tags()["resnet20_routingcaps.affnist"]
+    info = checkpoints(aliases=False)["resnet20_routingcaps.affnist"]
     assert counted(info) == "top-1" and "| top-1, % |" in figures_table(info)[0]
     several = replace(info, raw={**info.raw, "dataset": {"name": "multimnist", "title": "MultiMNIST"}})
     assert counted(several) == "exact set" and "| exact set, % |" in figures_table(several)[0]
@@ -243,7 +246,7 @@ def test_twins_differ_in_one_thing() -> None:
 def test_curves_of_the_checkpoints(root: Path, tmp_path: Path) -> None:
     assert pictures.stale_curves(root / "docs") == []
     missing = pictures.stale_curves(tmp_path)
-    assert {path.stem for path in missing} == set(bundled_tags())
+    assert {path.stem for path in missing} == set(checkpoints(aliases=False))
     pictures.write_curves(missing[0])
     (tmp_path / "curves" / "gone.mnist.svg").write_text("<svg/>")
     assert len(pictures.stale_curves(tmp_path)) == len(missing)
@@ -253,13 +256,13 @@ def test_curves_of_the_checkpoints(root: Path, tmp_path: Path) -> None:
 
 def test_twins_side_by_side(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     generate = load_script(root / "scripts" / "generate.py")
-    bundled = bundled_tags()[OURS]
+    bundled = checkpoints(aliases=False)[OURS]
     ours = replace(bundled, raw={key: value for key, value in bundled.raw.items() if key != "seeds"})
     raw = json.loads(json.dumps(ours.raw))
     raw["recipe"]["model_args"] = {"pool": "avg"}
     raw["metrics"]["test"]["top1"] -= 0.5
     twin = replace(ours, tag="cifar10_avg", raw=raw)
-    monkeypatch.setattr(generate, "bundled_tags", lambda: {OURS: ours, f"{OURS}_avg": twin})
+    monkeypatch.setattr(generate, "checkpoints", lambda **_: {OURS: ours, f"{OURS}_avg": twin})
     (line,) = generate._twin_lines([OURS, f"{OURS}_avg"])
     assert "`model_args.pool`: default / avg |" in line and "| 91.51 / 91.27 |" in line
     assert re.search(r"\| \+0\.50 ± 0\.\d\d \|$", line)
@@ -268,7 +271,7 @@ def test_twins_side_by_side(root: Path, monkeypatch: pytest.MonkeyPatch) -> None
     for one, values in ((ours, (91.0, 92.0, 93.0)), (twin, (90.0, 91.0, 92.0))):
         seeds = {"test": {"values": values, "mean": statistics.fmean(values), "sd": 1.0, "n": 10_000}}
         known[f"{OURS}{'_avg' * (one is twin)}"] = replace(one, raw=one.raw | {"seeds": seeds})
-    monkeypatch.setattr(generate, "bundled_tags", lambda: known)
+    monkeypatch.setattr(generate, "checkpoints", lambda **_: known)
     (line,) = generate._twin_lines([OURS, f"{OURS}_avg"])
     assert "92.00 ± 1.00 (3 seeds) / 91.00 ± 1.00 (3 seeds) | +1.00 ± 0.82 |" in line
 
@@ -283,7 +286,7 @@ def test_targets_are_compared_with_the_bundled_files(root: Path) -> None:
 
     line = load_script(root / "scripts" / "generate.py")._target_line
     cells = line(QueueItem(tag=SEEDED, tier=1, at_least=99.0, tried="why")).strip("| ").split(" | ")
-    stated = bundled_tags()[SEEDED].raw
+    stated = checkpoints(aliases=False)[SEEDED].raw
     assert cells[:4] == [f"`{SEEDED}`", "1", "–", "99.00"]
     assert cells[4] == f"{stated['metrics']['test']['top1']:.2f}" and cells[5] == "yes"
     assert cells[6].startswith(f"{stated['recipe']['epochs']} epochs") and cells[6].endswith("; why")
@@ -293,7 +296,7 @@ def test_targets_are_compared_with_the_bundled_files(root: Path) -> None:
     assert f"| {mean:.2f} ± {sd:.2f} | no |" in line(
         QueueItem(tag=SEEDED, at_least=mean + 0.01, seeds=(0, 1, 2))
     )
-    untrained = next(item.tag for item in read_queue() if item.tag not in bundled_tags())
+    untrained = next(item.tag for item in read_queue() if item.tag not in checkpoints(aliases=False))
     assert "| – | no run yet | – |" in line(QueueItem(tag=untrained))
     page = (root / "docs" / "models.md").read_text(encoding="utf-8")
     assert all(f"| `{item.tag}` |" in page for item in read_queue())
