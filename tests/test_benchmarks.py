@@ -50,7 +50,7 @@ def test_yardstick_is_the_cifar_resnet18(bench: ModuleType) -> None:
 
 def test_multiply_adds(bench: ModuleType) -> None:
     assert bench.multiply_adds(bench.YARDSTICK) == pytest.approx(555.4, abs=0.1)
-    assert bench.multiply_adds("encapnet_v1") == pytest.approx(1767.4, abs=0.1)  # docs/dev/measurements.md
+    assert bench.multiply_adds("encapnet_v1") == pytest.approx(1767.4, abs=0.1)
     # stem 3x3, 3 to 16; first stage: 6 convolutions 3x3 of 16 channels; on 32x32 positions
     stem, stage = 9 * 3 * 16 * 1024, 6 * 9 * 16 * 16 * 1024
     model, size = bench.build("resnet20_routingpool@layer1")
@@ -206,7 +206,7 @@ def test_layers_equal_their_references(routing: ModuleType) -> None:
 
 
 def test_stated_multiply_adds(routing: ModuleType) -> None:
-    """The counts of docs/dev/measurements.md, an image, against their derivation by hand."""
+    """Multiply-adds of an image against their derivation by hand."""
     # 1,152 x 10 votes of 16 numbers: 8 each to make, then 3 sums and 2 agreements
     assert routing.dynamic_case().macs == 1152 * 10 * 16 * (8 + 5)
     # IDPA's three layers at one pass and at two (7 x 7 and 5 x 5 windows, 800 children of 10 classes)

@@ -1,7 +1,7 @@
 """A strided convolution whose gradients are matrix products: for bfloat16 on a CPU.
 
 oneDNN computes the gradients of a 9x9 convolution with stride 2 in bfloat16 at a fraction of the speed of its matrix
-products: they were two thirds of a training step of ``capsnet_dynamic`` (docs/dev/performance.md, "Primary capsules:
+products: they were two thirds of a training step of ``capsnet_dynamic`` (docs/dev/engines.md, "Primary capsules:
 strided_conv"). The forward pass, other dtypes, other devices and machines without a C++ compiler use PyTorch's
 convolution.
 

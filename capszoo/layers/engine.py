@@ -70,7 +70,7 @@ class Engine:
     """One way to compute a routing. Subclasses are used as classes and never instantiated."""
 
     name: ClassVar[str]
-    #: heading of its table in docs/dev/performance.md
+    #: heading of its table in docs/dev/engines.md
     evidence: ClassVar[str] = ""
     #: whether all votes of a call exist at one time
     keeps_votes: ClassVar[bool] = True

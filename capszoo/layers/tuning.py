@@ -1,6 +1,6 @@
 """The measured thresholds of the engines, in one place.
 
-An engine's ``unprofitable`` compares with them and names them in its reason. docs/dev/performance.md has the
+An engine's ``unprofitable`` compares with them and names them in its reason. docs/dev/engines.md has the
 measurements, with command and machine, under the headings that comments below name. "Not on record" means that no
 measurement of the value itself is kept.
 """

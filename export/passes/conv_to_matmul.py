@@ -83,7 +83,7 @@ class PixelProduct(nn.Module):
 
 
 def gains_as_product(conv: nn.Conv2d, size: tuple[int, int]) -> bool:
-    """True if ONNX Runtime computes it faster as a product for maps of this size (measured: docs/dev/export.md)."""
+    """True if ONNX Runtime computes it faster as a product for maps of this size (measured: docs/dev/engines.md)."""
     if has_hooks(conv) or conv.groups != 1 or conv.padding_mode != "zeros" or isinstance(conv.padding, str):
         return False
     if tuple(conv.dilation) != (1, 1) or min(conv.padding) < 1 or conv.weight.numel() < _MANY_WEIGHTS:

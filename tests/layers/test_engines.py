@@ -649,8 +649,8 @@ def subclasses(base: type[Engine]) -> list[type[Engine]]:
 
 
 def test_evidence_of_every_engine() -> None:
-    """docs/dev/performance.md has a table under the heading that each engine names, and its command."""
-    text = (ROOT / "docs" / "dev" / "performance.md").read_text()
+    """docs/dev/engines.md has a table under the heading that each engine names, and its command."""
+    text = (ROOT / "docs" / "dev" / "engines.md").read_text()
     sections = {part.split("\n", 1)[0].strip("# "): part for part in text.split("\n#")}
     shipped = [e for e in subclasses(Engine) if "name" in vars(e) and e.__module__.startswith("capszoo.")]
     assert len(shipped) >= 4

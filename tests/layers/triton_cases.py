@@ -489,7 +489,7 @@ def launches(run: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Counter[st
 @pytest.mark.slow
 @pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
 def test_launches_of_an_iteration(split: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a third iteration adds to two, forward and backward; docs/dev/measurements.md has those of a whole loop."""
+    """What a third iteration adds to two, forward and backward."""
     monkeypatch.setattr(launch, "multiprocessors", lambda device: 132 if split else 1)
     monkeypatch.setattr(launch, "_RESIDENT", 1)
     x = torch.randn(1, 17, 4, requires_grad=True)
