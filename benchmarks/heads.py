@@ -10,7 +10,7 @@ the high-water mark above start-up of a new process that runs two SGD steps with
 backbone alone. Nothing is downloaded: all weights are random.
 
 Results are written to benchmarks/results/heads.json, from which scripts/generate.py creates the tables of
-docs/fine-tune-results.md.
+docs/fine-tune.md.
 """
 
 from __future__ import annotations

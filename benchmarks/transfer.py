@@ -1,10 +1,10 @@
 """Does a pretrained backbone help a capsule head? CIFAR-100 to 5,000 images of CIFAR-10, with and without.
 
-    CAPSZOO_DATA=FOLDER python benchmarks/transfer.py --out DIR --threads 1    # the table of docs/fine-tune-results.md
+    CAPSZOO_DATA=FOLDER python benchmarks/transfer.py --out DIR --threads 1    # the table of docs/fine-tune.md
     python benchmarks/transfer.py --photos photos --seed 0                     # the images of one seed as a folder
     python benchmarks/transfer.py --out DIR --tiny                             # every step in a few minutes
 
-Every step is a `capszoo` command, run in DIR as printed in docs/fine-tune-results.md; all take over an hour. ResNet-20
+Every step is a `capszoo` command, run in DIR as printed in docs/fine-tune.md; all take over an hour. ResNet-20
 is trained on CIFAR-100, its weights become a folder, and each head is fine-tuned from them and from random weights on
 the same 500 training images per class of CIFAR-10, a fifth of which is held out for early stopping. Only the weights of
 the backbone differ, and the layers' rates, which are scaled for pretrained weights. Test accuracy is measured
@@ -171,7 +171,7 @@ def table(results: dict[str, Any]) -> str:
 
 
 def section(results: dict[str, Any] | None = None) -> str:
-    """The section of docs/fine-tune-results.md: the commands of one seed, and the table."""
+    """The section of docs/fine-tune.md: the commands of one seed, and the table."""
     results = stored() if results is None else results
     commands = [
         pretrain_command(),

@@ -66,22 +66,23 @@ TRIAL = ("epochs=4", "schedule.warmup_epochs=0.4", "data.val_size=5000")
 
 HEADER = """# Eight classification heads compared
 
+```sh
+capszoo train resnet20_em.cifar10 --profile comparison --set seed=0     # one of the runs
+python scripts/comparison.py --commands                                 # the commands of all runs
+```
+
 Eight heads on one backbone, the CIFAR ResNet-20 (16-32-64 channels). The heads with a capsule layer have 32 types of
-primary capsules of 16 dimensions, as in the SR-CapsNet paper. All train on CIFAR-10 with one recipe
-(`--profile comparison`), each head with three seeds; the column *runs* has the number of finished ones. The last
-epoch's weights are measured once on the 10,000 test images. The last row is one of three heads with two capsule
-layers: a trial of four epochs each, on 5,000 validation images, selects it. `make docs` writes this page from the
-metadata of the runs in `benchmarks/results/comparison`; `--commands` prints the commands of the runs.
+primary capsules of 16 dimensions, as in the SR-CapsNet paper. All train on CIFAR-10 with one recipe, each head with
+three seeds. The last epoch's weights are measured once on the 10,000 test images. A trial of four epochs on 5,000
+validation images selects the last row from three heads with two capsule layers. `make docs` writes this page from the
+metadata of the runs in `benchmarks/results/comparison`.
 
 ± is the standard deviation over the seeds. Entropy is that of the class layer's couplings on validation images after
 the last epoch, as a share of its maximum: 1 means even couplings, 0 one parent (or child) for each capsule. Training
-accuracy is that of the last epoch, on augmented images. Low training accuracy suggests underfitting within 20 epochs:
-longer training may raise its test accuracy. Seconds are wall-clock times on shared cores: do not compare heads by
-them. The profile computes in bf16 (autocast). Runs on processors without fast bf16 units had `--set precision=fp32`:
-the last column states it. Precision and processor differ between heads and between seeds of a head, whose effect
-was not measured.
-
-Accuracies are those of the runs' own files: in float32, of `dynamic` in float16."""
+accuracy is that of the last epoch, on augmented images. A low one suggests underfitting within 20 epochs. The profile
+computes in bf16 (autocast), on processors without fast bf16 units in float32, as the last column states. Precision and
+processor differ between heads and between seeds of a head, and their effect was not measured. Accuracies are those of
+the runs' own files, in float32, of `dynamic` in float16."""
 
 
 @dataclass(frozen=True)
@@ -383,9 +384,7 @@ def page(kept: Path = KEPT) -> str:
     )
     plot = ["", "![accuracy against multiply-adds](comparison.svg)"] if _worth_drawing(found) else []
     heads = ", ".join(f"`{head}`" for head in even_heads(found))
-    more = (
-        "[Robustness](robustness.md#other-numbers-of-iterations) has what other numbers of iterations change."
-    )
+    more = "[Robustness](robustness.md#accuracy-for-other-iteration-counts) has other iteration counts."
     even = ["", f"Heads whose couplings stayed even (entropy 1.00): {heads}. {more}"] if heads else []
     costs = cost_table()
     lines = [

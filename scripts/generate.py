@@ -1,6 +1,6 @@
-"""Write derived files (``make docs``): capszoo/catalogue.json, the tables of README.md,
-docs/models.md, recipes/README.md, docs/benchmarks.md, docs/export-benchmarks.md, docs/fine-tune-results.md and
-docs/robustness.md, the curves and pictures of docs, the example in docs/publish.md.
+"""Write derived files (``make docs``): capszoo/catalogue.json, the tables of README.md, recipes/README.md and of
+benchmarks.md, fine-tune.md, models.md and robustness.md in docs, the curves and pictures of docs, the example in
+docs/publish.md.
 
 The sources are timm's registry (names, docstrings, parameter counts), the recipe files with their header
 comments, the metadata beside the weights, and the results of benchmarks/models.py, export.py, heads.py, transfer.py,
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -48,9 +49,8 @@ from capszoo.recipes.release.paper_results import (
     twin_groups,
 )
 from capszoo.summary import summarise
-from scripts.comparison import PROFILE, plus_minus, rows
+from scripts.comparison import rows
 from scripts.pictures import stale_curves, stale_pictures, write_curves, write_picture
-from scripts.queue_runs import QueueItem, read_queue
 
 
 def first_line(name: str) -> str:
@@ -99,14 +99,31 @@ def model_table() -> str:
     return "\n".join(lines)
 
 
+#: The checkpoints in the README: a network of each kind, and what it is compared with; docs/models.md has all.
+README_WEIGHTS = (
+    "capsnet_dynamic.mnist",
+    "capsnet_em_norb_small.mnist",
+    "efficient_capsnet.mnist",
+    "resnet20_routingcaps.mnist",
+    "resnet20_routingcaps.multimnist",
+    "capsnet_dynamic_cifar.cifar10",
+    "idpa_resnet.cifar10",
+    "encapnet6_master.cifar10",
+    "cnn6.cifar10",
+    "resnet20_selfrouting.cifar10",
+    "resnet20_routingpool.cifar10",
+    "resnet20_routingpool.cifar10_avg",
+)
+
+
 def weights_table() -> str:
-    """The checkpoints for the README: data set, accuracy, number of test images, the paper's result."""
-    lines = ["| weights | data set | top-1, % | test images | paper's top-1, % |", "|---|---|---:|---:|---|"]
-    for name, info in checkpoints(aliases=False).items():
-        test = info.raw["metrics"]["test"]
-        accuracy = f"{test['top1']:.2f}{_unless_top1(info)}{seeds_note(info)}"
+    """The README's checkpoints: data set, accuracy, the paper's result."""
+    lines = ["| weights | data set | top-1, % | paper's top-1, % |", "|---|---|---:|---|"]
+    for name in README_WEIGHTS:
+        info = checkpoints(aliases=False)[name]
+        accuracy = f"{info.raw['metrics']['test']['top1']:.2f}{_unless_top1(info)}{seeds_note(info)}"
         papers = "; ".join(map(_paper_accuracy, paper_figures(info))) or "–"
-        lines.append(f"| `{name}` | {info.raw['dataset']['name']} | {accuracy} | {test['n']:,} | {papers} |")
+        lines.append(f"| `{name}` | {info.raw['dataset']['name']} | {accuracy} | {papers} |")
     return "\n".join(lines)
 
 
@@ -132,7 +149,7 @@ def defaults_table() -> str:
 def results_table() -> str:
     """The checkpoints and their measured results, from the metadata beside the weights."""
     lines = [
-        "| weights | data set | top-1, % | trained | paper's top-1, % | parameters with decoder | command |",
+        "| weights | data set | top-1, % | trained | paper's top-1, % | parameters with decoder | recipe |",
         "|---|---|---:|---|---|---:|---|",
     ]
     for name, info in checkpoints(aliases=False).items():
@@ -145,7 +162,7 @@ def results_table() -> str:
         accuracy = f"{test.top1:.2f}{_unless_top1(info)}{seeds_note(info)}"
         lines.append(
             f"| `{name}` | {stated.dataset.name} | {accuracy} | {trained} | {'; '.join(same) or 'none'} "
-            f"| {stated.num_params:,} | [`{train_command(info)}`](../recipes/configs/{name}.yaml) |"
+            f"| {stated.num_params:,} | [yaml](../recipes/configs/{name}.yaml) |"
         )
     return "\n".join(lines)
 
@@ -179,14 +196,6 @@ each (95%).
 
 | recipes | what differs | the papers' | ours | difference of ours |
 |---|---|---|---|---|"""
-
-
-TARGETS = """Planned runs, in the order of [scripts/queue.yaml](../scripts/queue.yaml): the paper's accuracy, our
-target, and the accuracy of the bundled file. A target with several seeds is one for their mean. The last column has
-the epochs and the profile of the bundled file, and a note.
-
-| weights | priority | paper, % | target, % | ours, % | reached | trained so far |
-|---|---:|---:|---:|---:|---|---|"""
 
 
 def _accuracy_with_error(name: str) -> tuple[str, tuple[float, float] | None]:
@@ -231,40 +240,6 @@ def _twin_lines(group: list[str]) -> list[str]:
     return lines
 
 
-def _target_line(item: QueueItem) -> str:
-    """The row of one item of the queue."""
-
-    def percent(value: float | None) -> str:
-        return "–" if value is None else f"{value:.2f}"
-
-    info = checkpoints(aliases=False).get(item.tag)
-    test = info.metadata.metrics.get("test") if info else None
-    ours, reached, trained = "–", "no run yet", ""
-    if info is not None and test is not None and test.top1 is not None:
-        seeds, wanted = info.metadata.seeds.test, len(item.seeds)
-        runs = max(1, len(seeds.values))
-        mean = test.top1 if wanted == 1 or seeds.mean is None else seeds.mean
-        ours = f"{mean:.2f}" + (f" ± {seeds.sd:.2f}" if wanted > 1 and seeds.sd is not None else "")
-        reached = "no" if item.at_least is not None and mean < item.at_least else "yes"
-        if runs < wanted:
-            reached += f", {runs} of {wanted} seeds"
-        recipe = info.raw["recipe"]
-        trained = f"{recipe['epochs']} epochs, " + (
-            f"`{recipe['profile']}`" if recipe.get("profile") else "other settings"
-        )
-    trained = "; ".join(part for part in (trained, item.tried) if part) or "–"
-    row = (
-        f"`{item.tag}`",
-        f"{item.tier}",
-        percent(item.reference),
-        percent(item.at_least),
-        ours,
-        reached,
-        trained,
-    )
-    return f"| {' | '.join(row)} |"
-
-
 def _paper_accuracies(name: str) -> str:
     recipe = load_recipe(name)
     spec = dataset_spec(recipe.data.name)
@@ -279,47 +254,28 @@ def twins_table() -> str:
     return "\n".join([TWINS, *(line for group in groups for line in _twin_lines(group))])
 
 
-def targets_table() -> str:
-    """The planned runs and what they have reached."""
-    return "\n".join([TARGETS, *map(_target_line, read_queue())])
-
-
 def recipe_table() -> str:
-    """The recipes: the papers' results, ours, the commands, the cost of a run."""
-    lines = [
-        "| recipe | paper | ours, top-1 % | command, and profiles | cost |",
-        "|---|---|---|---|---|",
-    ]
-    trained = checkpoints(aliases=False)
-    compared = {row.recipe: row for row in rows() if row.runs}
+    """The recipes: data set, the paper's result, ours, and the profiles."""
+    lines = ["| recipe | data set | paper | ours, top-1 % | profiles |", "|---|---|---|---:|---|"]
+    compared = {row.recipe for row in rows() if row.runs}
     for name in list_recipes():
         recipe = load_recipe(name)
         title = dataset_spec(recipe.data.name).title
-        paper = header_line(name, "Paper")
-        if not paper:
-            same = [figure for figure in PAPERS.get(recipe.arch, ()) if figure.dataset == title]
-            paper = (
-                "; ".join(f"{figure.metric} {figure.value:g} ({figure.source})" for figure in same) or "none"
-            )
-        ours, cost = "not trained yet", header_line(name, "Cost") or "not measured"
-        if name in trained:
-            stated = trained[name].metadata
-            run = f"seed {stated.seed}, {stated.trained.epochs} epochs"
-            if began_with(trained[name]):
-                run += " after those of an earlier run"
-            accuracy = stated.metrics["test"].top1
-            ours = f"{accuracy:.2f} ({run}{seeds_note(trained[name]) or ', n = 1'}): `{train_command(trained[name])}`"
-            cost = f"{stated.train_seconds:,} s for that run, measured on {stated.hardware}"
+        same = [figure for figure in PAPERS.get(recipe.arch, ()) if figure.dataset == title]
+        paper = header_line(name, "Paper") or (f"{same[0].metric} {same[0].value:g}" if same else "none")
+        ours = "–"
+        if name in checkpoints(aliases=False):
+            info = checkpoints(aliases=False)[name]
+            ours = f"{info.metadata.metrics['test'].top1:.2f}{_unless_top1(info)}"
         elif name in compared:
-            ours = (
-                f"no bundled weights; {plus_minus(compared[name])} (n = {len(compared[name].runs)} seeds, "
-                f"[comparison](../docs/comparison.md)): `capszoo train {name} --profile {PROFILE}`"
-            )
-        command = f"`capszoo train {name}`"
-        profiles = list_profiles(name)
-        if profiles:
-            command += ", " + ", ".join(f"`--profile {profile}`" for profile in profiles)
-        cells = (f"[`{name}`](configs/{name}.yaml)", paper, ours, command, cost)
+            ours = "[comparison](../docs/comparison.md)"
+        cells = (
+            f"[`{name}`](configs/{name}.yaml)",
+            recipe.data.name,
+            re.split(r" \(|[:;,]|\.$", paper)[0],
+            ours,
+            ", ".join(list_profiles(name)) or "–",
+        )
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines)
 
@@ -393,10 +349,26 @@ def export_table() -> str:
 
 
 def benchmark_table() -> str:
-    """Time and memory of every model in PyTorch, as printed by benchmarks/models.py."""
-    from benchmarks.models import Row, table
-
-    return table([Row(**row) for row in stored("models.json")["rows"]])
+    """Time and memory of every model in PyTorch."""
+    lines = [
+        "| model | batch | M multiply-adds | forward, ms | × ResNet-18 | training step, ms | × ResNet-18 "
+        "| memory, MiB | × ResNet-18 |",
+        "|---|" + "---:|" * 8,
+    ]
+    for row in stored("models.json")["rows"]:
+        cells = (
+            f"`{row['model']}`",
+            str(row["batch"]),
+            f"{row['mega_macs']:.0f}",
+            f"{row['forward_ms']:.1f}",
+            f"{row['forward_ratio']:.2f}",
+            f"{row['train_ms']:.1f}",
+            f"{row['train_ratio']:.2f}",
+            f"{row['peak_over_start_mib']:,.0f}",
+            f"{row['peak_ratio']:.2f}",
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def outputs() -> dict[Path, str]:
@@ -408,12 +380,10 @@ def outputs() -> dict[Path, str]:
             "defaults": defaults_table(),
             "results": results_table(),
             "twins": twins_table(),
-            "targets": targets_table(),
         },
         ROOT / "recipes" / "README.md": {"recipes": recipe_table()},
-        ROOT / "docs" / "export-benchmarks.md": {"models": export_table()},
-        ROOT / "docs" / "benchmarks.md": {"models": benchmark_table()},
-        ROOT / "docs" / "fine-tune-results.md": {
+        ROOT / "docs" / "benchmarks.md": {"models": benchmark_table(), "exported": export_table()},
+        ROOT / "docs" / "fine-tune.md": {
             "head-cost": heads.cost_table(heads.stored()),
             "backbones": heads.backbones_table(heads.stored()),
             "transfer": transfer.section(),

@@ -42,7 +42,7 @@ COUNT, RIGHT, WRONG = 8, 5, 3
 STYLES = {"heat": 5, "decoded": 2, "explain": 3}
 
 #: The first picture of the README: the heat map of one digit, by weights whose map passes the deletion test
-#: (docs/evaluate.md).
+#: (docs/use.md).
 FIRST, FIRST_OF = "explain.png", "encapnet6_master.mnist"
 
 #: Routings whose heat map is not shown: in the deletion test it is no better than random order, or worse.

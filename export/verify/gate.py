@@ -31,7 +31,7 @@ __all__ = ["MIN_AGREEMENT", "Gate", "verify_against_eager"]
 #: Minimum top-1 agreement of half precision on real images; float32 requires 1.
 MIN_AGREEMENT = 0.995
 
-RULES = "docs/bundle.md lists the rules for a graph"
+RULES = "docs/export.md lists the rules for a graph"
 DETERMINISTIC = "its forward must not depend on random numbers, nor branch on values of its input"
 
 #: Prints the shapes of the outputs for a batch of 0, or that ONNX Runtime refuses it. Arguments: size, dtype.

@@ -277,7 +277,7 @@ def _speed(names: list[str]) -> list[str]:
         "at 3x32x32 ([how it was measured](../benchmarks.md)).",
         "\n".join(rows),
         f"Exported, in ONNX Runtime on {' or '.join(sorted(places))}. Above 1, the file is faster than eager PyTorch "
-        "([how it was measured](../export-benchmarks.md)).",
+        "([how it was measured](../benchmarks.md#exported-files)).",
         "\n".join(others),
     ]
 

@@ -61,8 +61,10 @@ API_MODULES = (
 def command_page(page: Path) -> None:
     """Write the page of all commands, by typer's own generator."""
     command = [sys.executable, "-m", "typer", "capszoo.cli", "utils", "docs", "--name", "capszoo"]
+    command += ["--title", "Command line"]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    page.write_text(f"# Command line\n\n{HEAD}\n{text}", encoding="utf-8")
+    title, _, rest = text.partition("\n")
+    page.write_text(f"{title}\n\n{HEAD}{rest}", encoding="utf-8")
 
 
 def public_names(module: Any) -> list[str]:

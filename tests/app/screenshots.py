@@ -1,7 +1,6 @@
-"""The documentation's screenshots, after ``make site``, in its environment.
+"""The documentation's screenshot of the app, ``docs/pictures/app.png``, in the environment of ``make site``.
 
-``python -m tests.app.screenshots`` draws ``docs/pictures/app.png`` (the app with two models) and ``site.png``
-(the site's first page, with a digit that was classified in the browser).
+``python -m tests.app.screenshots`` draws it.
 """
 
 from __future__ import annotations
@@ -45,25 +44,13 @@ def save(page: Any, name: str) -> None:
 
 
 def main() -> int:
-    site = ROOT / "build" / "site"
-    if not (site / "index.html").is_file():
-        print("error: there is no site: run `make site` first", file=sys.stderr)
-        return 1
     env = {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-    app_port, site_port = free_port(), free_port()
+    app_port = free_port()
     app = [sys.executable, "-m", "capszoo", "app", *MODELS, "--port", str(app_port)]
-    pages = [sys.executable, "-m", "http.server", str(site_port), "--bind", "127.0.0.1"]
     with tempfile.TemporaryDirectory() as folder, chromium_page(WIDTH, HEIGHT) as (page, _):
         with served(app, app_port, ROOT, env, Path(folder) / "app.log") as url:
             app_page(page, url)
             save(page, "app.png")
-        page.set_viewport_size({"width": WIDTH, "height": 900})
-        with served(pages, site_port, site, {}, Path(folder) / "site.log") as url:
-            page.goto(url + "index.html")
-            page.wait_for_selector(".capszoo-demo[data-ready=yes]", timeout=60_000)
-            page.click(".capszoo-digits img >> nth=3")
-            page.wait_for_selector(".capszoo-demo[data-result]", timeout=60_000)
-            save(page, "site.png")
     return 0
 
 

@@ -2,7 +2,7 @@
 
 It builds for compute capability 8.9 without a GPU. That it takes a graph is a check of the graph: nothing that it
 builds is run here, and it is not TensorRT. Where ``CAPSZOO_RTX_RESULTS`` names a file, the result of every model at its
-own size is noted there, failures too; docs/export-benchmarks.md's table is made from it.
+own size is noted there, failures too; docs/benchmarks.md's table is made from it.
 """
 
 from __future__ import annotations

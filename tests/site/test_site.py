@@ -128,7 +128,7 @@ def test_every_public_module_has_its_page(root: Path) -> None:
 
 def test_contributing_is_a_page_and_linked(site: Path) -> None:
     assert 'id="how-to-add-a-model"' in (site / "contributing.html").read_text(encoding="utf-8")
-    assert "contributing.html#how-to-add-weights" in (site / "reproduce.html").read_text(encoding="utf-8")
+    assert "contributing.html#how-to-add-weights" in (site / "train.html").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("name", API_MODULES)

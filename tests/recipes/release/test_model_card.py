@@ -281,27 +281,6 @@ def test_twins_side_by_side(root: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert "not comparable: profiles `regularised` / `comparison` |" in line and line.endswith("| – |")
 
 
-def test_targets_are_compared_with_the_bundled_files(root: Path) -> None:
-    from scripts.queue_runs import QueueItem, read_queue
-
-    line = load_script(root / "scripts" / "generate.py")._target_line
-    cells = line(QueueItem(tag=SEEDED, tier=1, at_least=99.0, tried="why")).strip("| ").split(" | ")
-    stated = checkpoints(aliases=False)[SEEDED].raw
-    assert cells[:4] == [f"`{SEEDED}`", "1", "–", "99.00"]
-    assert cells[4] == f"{stated['metrics']['test']['top1']:.2f}" and cells[5] == "yes"
-    assert cells[6].startswith(f"{stated['recipe']['epochs']} epochs") and cells[6].endswith("; why")
-    assert "| no |" in line(QueueItem(tag=SEEDED, at_least=100.0))
-    assert "| yes, 3 of 4 seeds |" in line(QueueItem(tag=SEEDED, at_least=99.0, seeds=(0, 1, 2, 3)))
-    mean, sd = (stated["seeds"]["test"][key] for key in ("mean", "sd"))
-    assert f"| {mean:.2f} ± {sd:.2f} | no |" in line(
-        QueueItem(tag=SEEDED, at_least=mean + 0.01, seeds=(0, 1, 2))
-    )
-    untrained = next(item.tag for item in read_queue() if item.tag not in checkpoints(aliases=False))
-    assert "| – | no run yet | – |" in line(QueueItem(tag=untrained))
-    page = (root / "docs" / "models.md").read_text(encoding="utf-8")
-    assert all(f"| `{item.tag}` |" in page for item in read_queue())
-
-
 def test_a_label_with_a_bar_stays_in_its_cell() -> None:
     found = SimpleNamespace(split="test", images=[4], right=[1])
     info: Any = SimpleNamespace(label_names=["cat|dog"], metadata=SimpleNamespace(per_class=found))
