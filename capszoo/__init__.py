@@ -38,6 +38,7 @@ _DEFINED_IN = {
     "UnknownModel": "errors",
     "WeightsError": "errors",
     "attach_head": "models.caps_head",
+    "create_head": "models._heads",
     "create_model": "models._factory",
     "encapnet_feedback": "models._feedback",
     "keep_freed_memory": "_utils.process",

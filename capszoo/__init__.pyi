@@ -31,6 +31,7 @@ from .models._factory import model_info as model_info
 from .models._feedback import FeedbackAgreement as FeedbackAgreement
 from .models._feedback import encapnet_feedback as encapnet_feedback
 from .models._heads import CapsuleHead as CapsuleHead
+from .models._heads import create_head as create_head
 from .models._surgery import replace_global_pool as replace_global_pool
 from .models.caps_head import attach_head as attach_head
 

@@ -35,7 +35,7 @@ from ._backbones import (
 from ._base import CapsuleNet, CapsuleOutput, CouplingLayout, Votes, feature_levels
 from ._blocks import cifar_resnet_stages, init_conv_weights
 from ._builder import build_capsule_model, is_registered, model_cfg, zoo_cfgs
-from ._heads import HEADS, CapsuleHead, head_arguments, unknown_routing
+from ._heads import HEADS, CapsuleHead, create_head, head_arguments, unknown_routing
 from ._inspect import freeze_batch_statistics
 
 __all__ = ["BackboneNet", "HeadNet", "PlainHeadResNet", "RoutedResNet", "SelfRoutingResNet", "attach_head"]
@@ -55,7 +55,7 @@ class HeadNet(CapsuleNet):
     def _attach(self, chans: int, grid: Tuple[int, int], routing: str, options: Dict[str, Any]) -> None:
         self.num_features = chans
         # a module given to `attach_head` may be on any device and of any dtype
-        self.head = self._like_parameters(CapsuleHead(chans, grid, self.num_classes, routing, **options))
+        self.head = self._like_parameters(create_head(chans, grid, self.num_classes, routing, **options))
         self.head_hidden_size = self.head.hidden_size
         self.map_quantity = self.head.map_quantity
         self.readout = tuple(f"head.{name}" for name in self.head.readout)

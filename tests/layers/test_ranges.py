@@ -29,7 +29,7 @@ from capszoo.layers import (
     SinkhornUnit,
     sinkhorn_plan,
 )
-from capszoo.models.caps_head import CapsuleHead
+from capszoo.models._heads import create_head
 
 VOTES = dict(in_caps=2, in_dim=4, out_caps=3, out_dim=4)
 WINDOW = dict(kernel_size=3, stride=1)
@@ -139,7 +139,7 @@ def test_a_setting_out_of_range_is_named(
 )
 def test_heads_name_a_size_below_its_least(routing: str, name: str, least: int) -> None:
     with pytest.raises(ValueError, match=rf"\b{name} must be at least {least}, not {least - 1}"):
-        CapsuleHead(16, (4, 4), 3, routing, **{name: least - 1})
+        create_head(16, (4, 4), 3, routing, **{name: least - 1})
 
 
 def test_an_empty_sample_has_no_transport_plan() -> None:

@@ -29,7 +29,7 @@ from capszoo.errors import NoCapsules, WeightsError
 from capszoo.inference import NoWeights, label_names, load_model
 from capszoo.layers import FCIDPA
 from capszoo.models._base import to_2tuple
-from capszoo.models._heads import CapsuleHead
+from capszoo.models._heads import CapsuleHead, create_head
 from capszoo.preprocess import model_transform
 from capszoo.scores import score_kind
 from capszoo.summary import summarise
@@ -848,10 +848,12 @@ def test_what_a_missing_decoder_says_can_be_done() -> None:
 
 
 def test_a_head_with_weights_per_position_takes_its_own_grid_alone() -> None:
-    head = CapsuleHead(8, (4, 4), 3, "conv", caps_types=2, caps_dim=2)
+    head = create_head(8, (4, 4), 3, "conv", caps_types=2, caps_dim=2)
     assert head(torch.zeros(1, 8, 4, 4)).shape == (1, 3)
     with pytest.raises(AssertionError, match="another grid"):
         head(torch.zeros(1, 8, 6, 6))
+    with pytest.raises(TypeError, match="create_head"):
+        CapsuleHead(8, (4, 4), 3, "conv")
 
 
 @pytest.mark.parametrize(
@@ -879,7 +881,7 @@ def test_networks_without_votes_say_so() -> None:
             capszoo.create_model(name, device="meta").class_votes(torch.zeros(1))
     for routing, error in (("avg", NoCapsules), ("self_routing", NotImplementedError)):
         with pytest.raises(error, match=f"the .*{routing} head"):
-            CapsuleHead(8, (4, 4), 3, routing).class_votes(torch.zeros(1))
+            create_head(8, (4, 4), 3, routing).class_votes(torch.zeros(1))
 
 
 def test_the_decoder_sees_the_target_capsule_alone() -> None:

@@ -19,11 +19,11 @@ Letters: ``b`` batch, ``i`` children, ``j`` parents, ``d`` child pose, ``e`` par
 """
 
 # isort: off
-from .base import HEADS, CapsuleHead, HeadOutput, head_arguments, unknown_routing
+from .base import HEADS, CapsuleHead, HeadOutput, create_head, head_arguments, unknown_routing
 
 # heads enter HEADS in this order, which is that of the docs' tables
 from . import pooling, dynamic, em, idpa, self_routing, self_attention  # noqa: F401
 
 # isort: on
 
-__all__ = ["HEADS", "CapsuleHead", "HeadOutput", "head_arguments", "unknown_routing"]
+__all__ = ["HEADS", "CapsuleHead", "HeadOutput", "create_head", "head_arguments", "unknown_routing"]

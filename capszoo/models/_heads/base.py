@@ -21,6 +21,7 @@ __all__ = [
     "CapsuleHead",
     "ConvNorm",
     "HeadOutput",
+    "create_head",
     "head_arguments",
     "log_probabilities",
     "register_head",
@@ -82,23 +83,9 @@ class ConvNorm(nn.Module):
 
 
 class CapsuleHead(ForwardMethods):
-    """A feature map ``[b, in_chans, h, w]`` to class scores ``[b, n]``; call this class, not its subclasses.
+    """Base of the heads: a feature map ``[b, in_chans, h, w]`` to class scores ``[b, n]``.
 
-    ``CapsuleHead(64, (8, 8), 10, "dynamic")`` creates the head of that routing in :data:`HEADS`; further arguments are
-    those of its class.
-
-    Args:
-        in_chans: channels of the map.
-        grid: rows and columns of the map.
-        num_classes: classes; 0 omits the class layer.
-        routing: a name of :data:`HEADS`.
-        proj_chans: channels of a 1x1 convolution (BatchNorm, ReLU) before the head, which makes the head's cost
-            independent of the width of the map; 0 omits it.
-        max_grid: a map with more rows or columns is first average-pooled to at most this many; 0 disables this.
-        drop_rate: dropout of the class layer's input: single entries, not whole capsules.
-
-    Raises:
-        ValueError: an unknown routing or argument, or sizes that do not fit; one line.
+    :func:`create_head` creates one.
     """
 
     #: whether weights depend on ``grid``
@@ -112,26 +99,19 @@ class CapsuleHead(ForwardMethods):
     #: modules behind the class layer that serve any number of classes, and are identities without classes
     readout = NO_NAMES
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> "CapsuleHead":
-        if cls is CapsuleHead:
-            routing = kwargs.get("routing", args[3] if len(args) > 3 else "idpa")
-            if routing not in HEADS:
-                raise unknown_routing(routing)
-            cls = HEADS[routing]
-            head_arguments(routing, set(kwargs).difference(_MAP_ARGUMENTS))
-        return super().__new__(cls)
-
     def __init__(
         self,
         in_chans: int,
         grid: Tuple[int, int],
         num_classes: int,
-        routing: str = "idpa",
+        routing: str,
         proj_chans: int = 0,
         max_grid: int = 0,
         drop_rate: float = 0.0,
     ) -> None:
         super().__init__()
+        if type(self) is CapsuleHead:
+            raise TypeError("CapsuleHead is the base class of the heads: create_head creates one")
         if in_chans < 1 or min(grid) < 1:
             raise ValueError(f"in_chans and grid must be positive, not {in_chans} and {grid}")
         at_least(0, proj_chans=proj_chans, max_grid=max_grid)
@@ -231,6 +211,28 @@ class CapsuleHead(ForwardMethods):
     def _hand_down(self, share: Tensor, out: HeadOutput) -> Tensor:
         """``[b, n, children of the class layer]`` to ``[b, n, h*w*types]``."""
         return share
+
+
+def create_head(
+    in_chans: int, grid: Tuple[int, int], num_classes: int, routing: str = "idpa", **options: Any
+) -> CapsuleHead:
+    """A head with new weights.
+
+    Args:
+        in_chans: channels of the map.
+        grid: rows and columns of the map.
+        num_classes: classes; 0 omits the class layer.
+        routing: a name of :data:`HEADS`.
+        options: of every head: ``proj_chans``, channels of a 1x1 convolution (BatchNorm, ReLU) before the head, which
+            makes its cost independent of the width of the map (0 omits it); ``max_grid``, to which a map with more
+            rows or columns is average-pooled first (0 disables this); ``drop_rate``, dropout of the class layer's
+            input in single entries, not whole capsules. Further ones are those of the head's class.
+
+    Raises:
+        ValueError: an unknown routing or argument, or sizes that do not fit; one line.
+    """
+    head_arguments(routing, set(options))
+    return HEADS[routing](in_chans, grid, num_classes, routing, **options)
 
 
 def unknown_routing(name: str) -> ValueError:
