@@ -83,7 +83,7 @@ def require_libraries(check: bool) -> None:
     require("ONNX export", ["onnx", "onnxscript", *runs], "export", ExportError)
 
 
-def inspect_graph(proto: onnx.ModelProto, batch: tuple[int, int, int] = (1, 8, 32)) -> list[str]:
+def inspect_graph(proto: onnx.ModelProto, batch: tuple[int, int, int] = (1, 8, 32)) -> list[str]:  # noqa: C901, PLR0912 - a list of rules
     """Violations of our rules in a graph, one line each; empty if there are none.
 
     Shapes are inferred only from the input at a fixed odd batch, ignoring the exporter's annotations:

@@ -182,7 +182,7 @@ def shown(value: Any) -> str:
     return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def protocol_lines(info: WeightsInfo) -> list[str]:
+def protocol_lines(info: WeightsInfo) -> list[str]:  # noqa: C901, PLR0912 - a list of independent lines
     """How the results were obtained, and differences from the papers' protocol, as a markdown list."""
     stated = info.metadata
     lines = []

@@ -24,7 +24,7 @@ pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 
 
-def fake_tensorrt(version: str = "10.13.0", **faults: Any) -> Any:
+def fake_tensorrt(version: str = "10.13.0", **faults: Any) -> Any:  # noqa: C901 - it holds the classes of an API
     """What the code uses of TensorRT's API, with a record of every call (``trt.calls``).
 
     Args:
