@@ -21,7 +21,7 @@ from typing import Literal
 import numpy as np
 from PIL import Image, ImageChops, ImageOps, UnidentifiedImageError
 
-from ._utils.choices import BACKGROUNDS
+from ._utils.choices import BACKGROUNDS, CROP_MODES
 from .errors import CapszooError, UsageError
 
 __all__ = [
@@ -83,10 +83,6 @@ warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 
 #: Pixels converted at a time where Pillow has no conversion.
 _STRIP = 2**20
-
-#: How an image of another shape than the model's input is framed, in timm's words: its centre is cropped, its sides are
-#: scaled separately, or it is shrunk until all of it fits and padded.
-CROP_MODES = ("center", "squash", "border")
 
 #: Share of an image's area from which losing it is worth a note.
 MUCH_CROPPED = 1 / 3

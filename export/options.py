@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from capszoo._utils.choices import EXPORT_FORMATS as FORMATS
 from capszoo.errors import UsageError, unknown_name
 
 from .passes.int8 import MIN_CALIBRATION
@@ -49,9 +50,6 @@ GATES = ("full", "quick")
 
 #: Targets of an ONNX file.
 RUNTIMES = ("cpu", "gpu")
-
-#: Formats in a bundle.
-FORMATS = ("onnx", "tensorrt", "aoti")
 
 #: Share of the images that measure int8 which may be calibration images, too: data sets have duplicates.
 MAX_SHARED = 0.01

@@ -8,6 +8,8 @@ from ..errors import UsageError
 
 __all__ = [
     "BACKGROUNDS",
+    "CROP_MODES",
+    "EXPORT_FORMATS",
     "EXTRAS",
     "check_background",
     "HEAD_ROUTINGS",
@@ -43,6 +45,11 @@ def check_background(name: str | None) -> str | None:
     return name
 
 
+#: How an image of another shape than the model's input is framed, in timm's words: its centre is cropped, its sides are
+#: scaled separately, or it is shrunk until all of it fits and padded.
+CROP_MODES = ("center", "squash", "border")
+
+
 #: Routings of ``attach_head``, as in ``capszoo.models._heads.HEADS`` (a test compares the two).
 HEAD_ROUTINGS = (
     "avg",
@@ -59,6 +66,10 @@ HEAD_ROUTINGS = (
 
 #: Formats of pictures that are written; matplotlib's others need LaTeX (.pgf) or are no pictures (.raw).
 PICTURE_SUFFIXES = (".png", ".pdf", ".svg", ".jpg", ".jpeg", ".webp", ".tif", ".tiff", ".eps")
+
+
+#: Formats in a bundle.
+EXPORT_FORMATS = ("onnx", "tensorrt", "aoti")
 
 
 #: Suffixes of files of models in formats that are not written under a name of the user's.

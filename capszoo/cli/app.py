@@ -29,13 +29,7 @@ def app_command(
     ] = "127.0.0.1",
     port: Annotated[
         int | None,
-        typer.Option(
-            metavar="N",
-            min=1,
-            max=65535,
-            help="Port (default: the first free one from 7860 on).",
-            show_default=False,
-        ),
+        typer.Option(metavar="N", min=1, max=65535, help="Port (default: the first free one from 7860 on)."),
     ] = None,
     browser: Annotated[bool, typer.Option("--browser", help="Open the page in a browser.")] = False,
 ) -> None:

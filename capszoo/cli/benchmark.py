@@ -14,7 +14,9 @@ from .._pretrained.catalogue import check_model_argument, checkpoints, exported_
 from .._pretrained.info import default_weights
 from ..errors import CapszooError, UsageError
 from .common import (
+    DatasetOption,
     DeviceOption,
+    ImagesOption,
     ItersOption,
     JsonOption,
     ModelArgument,
@@ -79,7 +81,6 @@ def benchmark_command(
     runtimes: Annotated[
         str,
         typer.Option(
-            "--runtimes",
             metavar="NAME,NAME,…",
             help="What is timed, the reference first. Of a model: eager, compiled, onnxruntime; of a bundle: eager, "
             "onnxruntime, onnxruntime-cuda, tensorrt, aoti. Default: all of a model; eager,onnxruntime of a bundle. "
@@ -185,45 +186,27 @@ def compare_command(
     other: Annotated[
         str,
         typer.Argument(
-            metavar="OTHER",
-            help="A second model.",
-            show_default=False,
-            autocompletion=complete_model,
+            metavar="OTHER", help="A second model.", show_default=False, autocompletion=complete_model
         ),
     ],
-    dataset: Annotated[
-        str | None,
-        typer.Option(
-            "--dataset", metavar="NAME", help="Data set of both, if not the one MODEL was trained on."
-        ),
-    ] = None,
-    data: Annotated[
-        str | None,
-        typer.Option(
-            "--data",
-            metavar="PATH",
-            help="Folder of the data set (default: $CAPSZOO_DATA), or of image folders: "
-            "measure accuracy and agreement there.",
-        ),
-    ] = None,
+    dataset: DatasetOption = None,
+    data: ImagesOption = None,
     split: Annotated[
         str,
         typer.Option(
-            "--split",
-            metavar="test|val|train",
-            help="Split of the data set; val: the images that training held out.",
+            metavar="test|val|train", help="Split of the data set; val: the images that training held out."
         ),
     ] = "test",
     limit: Annotated[
-        int, typer.Option("--limit", min=1, metavar="N", help="Compare on a random sample of N images.")
+        int, typer.Option(min=1, metavar="N", help="Compare on a random sample of N images.")
     ] = 1000,
-    seed: Annotated[int, typer.Option("--seed", min=0, metavar="N", help="Seed of the sample.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Seed of the sample.")] = 0,
     batch: BatchOption = "1,8",
     repeats: RepeatsOption = 20,
     device: DeviceOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Compare two models: accuracy, size, latency, and how often they agree."""
+    """Compare two models: size, latency, and on images accuracy and how often they agree."""
     sizes = _sizes(batch)
     if data is None and dataset is None and not os.environ.get("CAPSZOO_DATA"):
         refuse_unused(context, ["split", "limit", "seed"], "without images", "add --data")

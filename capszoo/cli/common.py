@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,17 +29,19 @@ from ..errors import CapszooError, UsageError, unknown_name
 
 __all__ = [
     "MODEL_HELP",
-    "CROP_MODES",
     "PICTURES",
     "STYLES",
     "BackgroundOption",
     "BatchSizeOption",
+    "DataFolderOption",
+    "DatasetOption",
     "DeviceOption",
     "DpiOption",
     "ExportedArgument",
     "FitOption",
     "FormatOption",
     "ImagesArgument",
+    "ImagesOption",
     "InvertOption",
     "ItersOption",
     "JsonOption",
@@ -46,11 +49,13 @@ __all__ = [
     "OriginalOption",
     "Picture",
     "SizeOption",
+    "SkipBadOption",
     "StyleOption",
     "check_paths",
     "describe_model",
     "check_picture_options",
     "given",
+    "image_option",
     "parse_size",
     "picture",
     "print_error",
@@ -66,9 +71,6 @@ __all__ = [
 
 #: Picture formats, and styles (`capszoo.explain.plotting.STYLES`, which needs torch).
 PICTURES, STYLES = ("png", "pdf", "svg"), ("screen", "paper", "talk")
-
-#: How images are framed (`capszoo.images.CROP_MODES`, which imports Pillow).
-CROP_MODES = ("center", "squash", "border")
 
 #: Length of the longest error message in characters.
 MAX_MESSAGE = 500
@@ -105,6 +107,9 @@ def complete_model(incomplete: str) -> list[str]:
     return sorted(name for name in (*architectures(), *checkpoints()) if name.startswith(incomplete))
 
 
+#: An option in the panel "Images" of ``--help``.
+image_option = partial(typer.Option, rich_help_panel="Images")
+
 #: What MODEL may be, for help texts.
 MODEL_HELP = (
     "Name, name.tag, hf-hub:USER/NAME or hf-hub:USER/NAME@REVISION, local-dir:FOLDER, folder of a run, "
@@ -115,22 +120,11 @@ MODEL_HELP = (
 EXPORTED_HELP = f"{MODEL_HELP[:-1]}; or a .onnx file or folder of `capszoo export`."
 
 ModelArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL",
-        help=MODEL_HELP,
-        show_default=False,
-        autocompletion=complete_model,
-    ),
+    str, typer.Argument(metavar="MODEL", help=MODEL_HELP, show_default=False, autocompletion=complete_model)
 ]
 ExportedArgument = Annotated[
     str,
-    typer.Argument(
-        metavar="MODEL",
-        help=EXPORTED_HELP,
-        show_default=False,
-        autocompletion=complete_model,
-    ),
+    typer.Argument(metavar="MODEL", help=EXPORTED_HELP, show_default=False, autocompletion=complete_model),
 ]
 ImagesArgument = Annotated[
     list[Path],
@@ -163,7 +157,6 @@ BackgroundOption = Annotated[
         metavar="black|white",
         callback=check_background,
         help="Background of transparent pixels (default: as the weights' metadata say).",
-        show_default=False,
     ),
 ]
 InvertOption = Annotated[
@@ -185,6 +178,23 @@ DpiOption = Annotated[
 BatchSizeOption = Annotated[
     int, typer.Option("--batch-size", min=1, metavar="N", help="Images per forward pass.")
 ]
+ImagesOption = Annotated[
+    str | None,
+    image_option(
+        "--data",
+        metavar="PATH",
+        help="Folder of the data set (default: $CAPSZOO_DATA), or a folder of image folders.",
+    ),
+]
+DataFolderOption = Annotated[
+    Path | None,
+    typer.Option("--data", metavar="PATH", help="Folder of the data set (default: $CAPSZOO_DATA)."),
+]
+DatasetOption = Annotated[
+    str | None,
+    image_option("--dataset", metavar="NAME", help="Data set, if not the one the weights were trained on."),
+]
+SkipBadOption = Annotated[bool, image_option("--skip-bad", help="Leave out images that cannot be read.")]
 FormatOption = Annotated[
     str | None,
     typer.Option(

@@ -33,16 +33,12 @@ def curves_command(
             metavar="NAME",
         ),
     ] = "training",
-    x: Annotated[str, typer.Option("--x", help="training: epoch, or images seen.", metavar="NAME")] = "epoch",
+    x: Annotated[str, typer.Option(help="training: epoch, or images seen.", metavar="NAME")] = "epoch",
     log: Annotated[bool, typer.Option("--log", help="training: the loss on a logarithmic axis.")] = False,
     out: Annotated[
         Path | None,
         typer.Option(
-            "--out",
-            "-o",
-            help="Picture to write, .png, .pdf or .svg (default: WHAT.png).",
-            show_default=False,
-            metavar="PATH",
+            "--out", "-o", help="Picture to write, .png, .pdf or .svg (default: WHAT.png).", metavar="PATH"
         ),
     ] = None,
     format: FormatOption = None,

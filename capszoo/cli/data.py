@@ -11,7 +11,7 @@ from rich.table import Table
 
 from .._utils.devices import check_device
 from ..errors import UsageError
-from .common import JsonOption, print_json, refuse_unused, stdout
+from .common import DataFolderOption, JsonOption, print_json, refuse_unused, stdout
 from .group import Command
 
 __all__ = ["data_app"]
@@ -46,7 +46,7 @@ def fetch_command(
         str, typer.Argument(metavar="NAME", help="Data set, or hf:OWNER/NAME.", show_default=False)
     ],
     to: Annotated[
-        Path, typer.Option("--to", metavar="PATH", help="Folder that receives the files.", show_default=False)
+        Path, typer.Option(metavar="PATH", help="Folder that receives the files.", show_default=False)
     ],
 ) -> None:
     """Download a data set's files and check them against their checksums."""
@@ -57,10 +57,7 @@ def fetch_command(
 
 def check_set_command(
     name: NameArgument,
-    data: Annotated[
-        str | None,
-        typer.Option("--data", metavar="PATH", help="Folder of the data set (default: $CAPSZOO_DATA)."),
-    ] = None,
+    data: DataFolderOption = None,
 ) -> None:
     """Read every image of a data set; print counts, sizes and a fingerprint for each split."""
     from ..data.commands import check_set
@@ -82,23 +79,16 @@ def h_imagenet_command(
     ],
     accuracies: Annotated[
         str | None,
-        typer.Option(
-            "--accuracies", metavar="FILE", help="JSON file: top-1 accuracy by class (n01440764: 0.84, …)."
-        ),
+        typer.Option(metavar="FILE", help="JSON file: top-1 accuracy by class (n01440764: 0.84, …)."),
     ] = None,
     weights: Annotated[
         str | None,
-        typer.Option(
-            "--weights", metavar="FILE", help="torchvision's ResNet-18 weights: measure the accuracies first."
-        ),
+        typer.Option(metavar="FILE", help="torchvision's ResNet-18 weights: measure the accuracies first."),
     ] = None,
     device: Annotated[
         str,
         typer.Option(
-            "--device",
-            metavar="cpu|cuda|mps",
-            callback=check_device,
-            help="Device for measuring the accuracies.",
+            metavar="cpu|cuda|mps", callback=check_device, help="Device for measuring the accuracies."
         ),
     ] = "cpu",
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,13 +14,17 @@ from .._pretrained.catalogue import check_model_argument, exported_file
 from .._utils.files import expanded
 from ..errors import CapszooError, UsageError
 from .common import (
+    DatasetOption,
     DeviceOption,
     DpiOption,
     ExportedArgument,
     FormatOption,
+    ImagesOption,
     JsonOption,
+    SkipBadOption,
     StyleOption,
     check_picture_options,
+    image_option,
     print_json,
     printable,
     progress_bar,
@@ -42,151 +47,87 @@ MOST_CLASSES = 20
 """Rows of the per-class table; of more classes those with the lowest recall are shown."""
 
 
+_measurement = partial(typer.Option, rich_help_panel="Measurements")
+
+
 def eval_command(
     context: typer.Context,
     model: ExportedArgument,
-    data: Annotated[
-        str | None,
-        typer.Option(
-            "--data",
-            help="Folder of the data set (default: $CAPSZOO_DATA), or a folder of image folders.",
-            metavar="PATH",
-            rich_help_panel="Images",
-        ),
-    ] = None,
-    dataset: Annotated[
-        str | None,
-        typer.Option(
-            "--dataset",
-            help="Data set, if not the one the weights were trained on.",
-            show_default=False,
-            metavar="NAME",
-            rich_help_panel="Images",
-        ),
-    ] = None,
+    data: ImagesOption = None,
+    dataset: DatasetOption = None,
     split: Annotated[
-        str,
-        typer.Option(
-            help="test, train, or val: what the recipe held out.", metavar="NAME", rich_help_panel="Images"
-        ),
+        str, image_option(help="test, train, or val: what the recipe held out.", metavar="NAME")
     ] = "test",
     crops: Annotated[
         str,
-        typer.Option(
+        _measurement(
             help="single, or multi: mean scores of five crops (corners and middle), ten with mirror images if training "
             "mirrored.",
             metavar="NAME",
-            rich_help_panel="Measurements",
         ),
     ] = "single",
     robustness: Annotated[
-        bool,
-        typer.Option(
-            "--robustness",
-            help="Sweeps of affine changes, affNIST's protocol, PGD.",
-            rich_help_panel="Measurements",
-        ),
+        bool, _measurement("--robustness", help="Sweeps of affine changes, affNIST's protocol, PGD.")
     ] = False,
     routing: Annotated[
-        bool,
-        typer.Option(
-            "--routing",
-            help="Coupling entropy, dead capsules, agreement of the votes.",
-            rich_help_panel="Measurements",
-        ),
+        bool, _measurement("--routing", help="Coupling entropy, dead capsules, agreement of the votes.")
     ] = False,
     routing_iters: Annotated[
         str | None,
-        typer.Option(
-            "--routing-iters",
+        _measurement(
             metavar="N,…",
             help="Accuracy with other numbers of iterations than the network's own, such as 1,2,3.",
-            show_default=False,
-            rich_help_panel="Measurements",
         ),
     ] = None,
     corruptions: Annotated[
         bool,
-        typer.Option(
+        _measurement(
             "--corruptions",
             help="Accuracy on noisy, blurred and otherwise corrupted images (CIFAR-10-C, MNIST-C, regenerated).",
-            rich_help_panel="Measurements",
         ),
     ] = False,
     calibration: Annotated[
         bool,
-        typer.Option(
-            "--calibration",
-            help="Calibration error of the probabilities, also after temperature scaling.",
-            rich_help_panel="Measurements",
+        _measurement(
+            "--calibration", help="Calibration error of the probabilities, also after temperature scaling."
         ),
     ] = False,
     eps: Annotated[
         str | None,
-        typer.Option(
+        _measurement(
             "--pgd-eps",
             metavar="R,…",
             help="L-infinity radii of PGD on pixels in 0..1 (default: 0,0.05,0.1,0.2,0.3 for one channel, else "
             "0,1/255,2/255,4/255,8/255).",
-            show_default=False,
-            rich_help_panel="Measurements",
         ),
     ] = None,
-    steps: Annotated[
-        int,
-        typer.Option("--pgd-steps", min=1, help="Steps of PGD.", metavar="N", rich_help_panel="Measurements"),
-    ] = 20,
+    steps: Annotated[int, _measurement("--pgd-steps", min=1, help="Steps of PGD.", metavar="N")] = 20,
     limit: Annotated[
         int | None,
-        typer.Option(
-            "--limit",
-            min=1,
-            help="Evaluate a random sample of N images (default: all).",
-            show_default=False,
-            metavar="N",
-            rich_help_panel="Images",
-        ),
+        image_option(min=1, help="Evaluate a random sample of N images (default: all).", metavar="N"),
     ] = None,
     seed: Annotated[
         int,
-        typer.Option(
-            "--seed",
-            min=0,
-            help="Seed of the --limit sample, of PGD's random start and of --corruptions.",
-            metavar="N",
-            rich_help_panel="Images",
+        image_option(
+            min=0, help="Seed of the --limit sample, of PGD's random start and of --corruptions.", metavar="N"
         ),
     ] = 0,
     batch_size: Annotated[
         int | None,
         typer.Option(
-            "--batch-size",
             min=1,
             metavar="N",
             help="Images per forward pass (default: 500, less for large images and on a GPU).",
-            show_default=False,
         ),
     ] = None,
-    skip_bad: Annotated[
-        bool,
-        typer.Option("--skip-bad", help="Leave out images that cannot be read.", rich_help_panel="Images"),
-    ] = False,
+    skip_bad: SkipBadOption = False,
     skip_unknown: Annotated[
-        bool,
-        typer.Option(
-            "--skip-unknown",
-            help="Leave out images of classes that the model lacks.",
-            rich_help_panel="Images",
-        ),
+        bool, image_option("--skip-unknown", help="Leave out images of classes that the model lacks.")
     ] = False,
     out: Annotated[
         Path | None,
         typer.Option(
-            "--out",
-            "-o",
-            help="Folder for eval.json, pictures and their numbers (csv).",
-            show_default=False,
-            metavar="PATH",
+            "--out", "-o", help="Folder for eval.json, pictures and their numbers (csv).", metavar="PATH"
         ),
     ] = None,
     format: FormatOption = None,

@@ -14,10 +14,12 @@ from .._pretrained.catalogue import check_model_argument
 from ..errors import UsageError, unknown_name
 from .common import (
     BackgroundOption,
+    DatasetOption,
     DeviceOption,
     DpiOption,
     FitOption,
     FormatOption,
+    ImagesOption,
     InvertOption,
     ModelArgument,
     Picture,
@@ -57,7 +59,6 @@ OutOption = Annotated[
         "-o",
         metavar="FILE",
         help="Picture to write, .png, .pdf or .svg (default: the sub-command's name, .png).",
-        show_default=False,
     ),
 ]
 ClassOption = Annotated[
@@ -66,19 +67,8 @@ ClassOption = Annotated[
         "--class", metavar="CLASS", help="Class to follow (name or number), if not the predicted one."
     ),
 ]
-DataOption = Annotated[
-    str | None,
-    typer.Option(
-        "--data", metavar="PATH", help="Folder of the data set (default: $CAPSZOO_DATA), or of image folders."
-    ),
-]
-DatasetOption = Annotated[
-    str | None,
-    typer.Option("--dataset", metavar="NAME", help="Data set, if not the one the weights were trained on."),
-]
 CountOption = Annotated[
-    int,
-    typer.Option("--num-images", min=1, metavar="N", help="Images of each kind: correct and wrong."),
+    int, typer.Option("--num-images", min=1, metavar="N", help="Images of each kind: correct and wrong.")
 ]
 
 
@@ -90,7 +80,6 @@ def heatmap_command(
     method: Annotated[
         str,
         typer.Option(
-            "--method",
             metavar="METHOD",
             help="couplings: shares of the routing; gradient, occlusion (by captum): what the score depends on.",
             autocompletion=_methods,
@@ -118,8 +107,7 @@ def perturb_command(
     out: OutOption = None,
     target: ClassOption = None,
     dims: Annotated[
-        str | None,
-        typer.Option("--dims", metavar="N,N,…", help="Dimensions to change, from 0 (default: all)."),
+        str | None, typer.Option(metavar="N,N,…", help="Dimensions to change, from 0 (default: all).")
     ] = None,
     span: Annotated[
         float, typer.Option("--range", min=0.001, metavar="X", help="Largest change of a dimension.")
@@ -143,7 +131,7 @@ def perturb_command(
 
 def reconstruct_command(
     model: ModelArgument,
-    data: DataOption = None,
+    data: ImagesOption = None,
     dataset: DatasetOption = None,
     count: CountOption = 4,
     out: OutOption = None,
@@ -159,7 +147,7 @@ def reconstruct_command(
 
 def multi_command(
     model: ModelArgument,
-    data: DataOption = None,
+    data: ImagesOption = None,
     dataset: DatasetOption = None,
     count: CountOption = 4,
     out: OutOption = None,

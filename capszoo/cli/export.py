@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,15 +13,17 @@ from rich.markup import escape
 from rich.table import Table
 
 from .._pretrained.catalogue import check_model_argument
-from .._utils.choices import names_onnx_file
+from .._utils.choices import EXPORT_FORMATS, names_onnx_file
 from ..data.specs import is_data_set
 from ..errors import CapszooError, UsageError, unknown_name
 from .common import (
     MODEL_HELP,
+    DataFolderOption,
     ItersOption,
     JsonOption,
     OriginalOption,
     SizeOption,
+    SkipBadOption,
     given,
     parse_size,
     print_json,
@@ -35,153 +38,81 @@ if TYPE_CHECKING:
     from ..export.verify.images import RealImages
 
 
-#: Valid values of ``--format`` (`capszoo.export.options.FORMATS`, which needs torch).
-FORMATS = ("onnx", "tensorrt", "aoti")
+_output, _precision, _tensorrt, _verification = (
+    partial(typer.Option, rich_help_panel=panel)
+    for panel in ("Output", "Precision", "TensorRT", "Verification")
+)
 
 
 def export_command(
     context: typer.Context,
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL",
-            help=MODEL_HELP,
-            show_default=False,
-        ),
-    ],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP, show_default=False)],
     out: Annotated[
         Path | None,
-        typer.Option(
-            "--out",
-            "-o",
-            help="Folder to write, or FILE.onnx alone (required).",
-            show_default=False,
-            metavar="PATH",
-            rich_help_panel="Output",
-        ),
+        _output("--out", "-o", help="Folder to write, or FILE.onnx alone (required).", metavar="PATH"),
     ] = None,
     formats: Annotated[
         str,
-        typer.Option(
+        _output(
             "--format",
             help="onnx, tensorrt, aoti; several with commas. ONNX is always written.",
             metavar="NAME",
-            rich_help_panel="Output",
         ),
     ] = "onnx",
     precision: Annotated[
         str,
-        typer.Option(
-            help="fp32, fp16, bf16, or int8 by Q/DQ (needs --calibrate and --verify-data).",
-            metavar="NAME",
-            rich_help_panel="Precision",
+        _precision(
+            help="fp32, fp16, bf16, or int8 by Q/DQ (needs --calibrate and --verify-data).", metavar="NAME"
         ),
     ] = "fp32",
     calibrate: Annotated[
-        str | None,
-        typer.Option(
-            "--calibrate",
-            metavar="FOLDER|DATA SET",
-            help="Real images that give INT8 its ranges.",
-            show_default=False,
-            rich_help_panel="Precision",
-        ),
+        str | None, _precision(metavar="FOLDER|DATA SET", help="Real images that give INT8 its ranges.")
     ] = None,
-    opset: Annotated[
-        int | None,
-        typer.Option(
-            help="ONNX opset (default: 20; 22 for bf16).",
-            show_default=False,
-            metavar="N",
-            rich_help_panel="Output",
-        ),
-    ] = None,
+    opset: Annotated[int | None, _output(help="ONNX opset (default: 20; 22 for bf16).", metavar="N")] = None,
     batch: Annotated[
         str,
-        typer.Option(
+        _output(
             "--batch-profile",
             metavar="MIN,OPT,MAX",
             help="Smallest, typical and largest batch size (TensorRT's min, opt and max); one number fixes the batch.",
-            rich_help_panel="Output",
         ),
     ] = "1,8,32",
     routing_iters: ItersOption = None,
     img_size: SizeOption = None,
     outputs: Annotated[
-        str,
-        typer.Option(
-            help="scores, poses, activations, couplings; several with commas.",
-            metavar="NAME",
-            rich_help_panel="Output",
-        ),
+        str, _output(help="scores, poses, activations, couplings; several with commas.", metavar="NAME")
     ] = "scores",
     uint8_input: Annotated[
-        bool,
-        typer.Option(
-            "--uint8-input", help="Take uint8 images; normalise inside the graph.", rich_help_panel="Output"
-        ),
+        bool, _output("--uint8-input", help="Take uint8 images; normalise inside the graph.")
     ] = False,
     runtime: Annotated[
         str | None,
-        typer.Option(
+        _output(
             metavar="cpu|gpu",
             help="Target of the ONNX file (default: gpu for TensorRT or half precision, else cpu).",
-            show_default=False,
-            rich_help_panel="Output",
         ),
     ] = None,
-    triton: Annotated[
-        bool, typer.Option("--triton", help="Add a Triton model repository.", rich_help_panel="Output")
-    ] = False,
+    triton: Annotated[bool, _output("--triton", help="Add a Triton model repository.")] = False,
     timing_cache: Annotated[
         Path | None,
-        typer.Option(
-            "--timing-cache",
-            help="TensorRT's timing cache file: read, updated, created if it does not exist.",
-            metavar="PATH",
-            rich_help_panel="TensorRT",
+        _tensorrt(
+            help="TensorRT's timing cache file: read, updated, created if it does not exist.", metavar="PATH"
         ),
     ] = None,
     workspace: Annotated[
-        int,
-        typer.Option(
-            "--workspace",
-            min=1,
-            help="TensorRT's workspace limit in MiB.",
-            metavar="N",
-            rich_help_panel="TensorRT",
-        ),
+        int, _tensorrt(min=1, help="TensorRT's workspace limit in MiB.", metavar="N")
     ] = 4096,
     optimization_level: Annotated[
-        int,
-        typer.Option(
-            "--optimization-level",
-            min=0,
-            max=5,
-            help="0 builds quickly, 5 measures all tactics.",
-            metavar="N",
-            rich_help_panel="TensorRT",
-        ),
+        int, _tensorrt(min=0, max=5, help="0 builds quickly, 5 measures all tactics.", metavar="N")
     ] = 3,
     version_compatible: Annotated[
-        bool,
-        typer.Option(
-            "--version-compatible", help="Run on later TensorRT versions.", rich_help_panel="TensorRT"
-        ),
+        bool, _tensorrt("--version-compatible", help="Run on later TensorRT versions.")
     ] = False,
     hardware_compatible: Annotated[
-        bool,
-        typer.Option(
-            "--hardware-compatible",
-            help="Run on other GPUs from Ampere on.",
-            rich_help_panel="TensorRT",
-        ),
+        bool, _tensorrt("--hardware-compatible", help="Run on other GPUs from Ampere on.")
     ] = False,
     refit: Annotated[
-        bool,
-        typer.Option(
-            "--refit", help="Build an engine whose weights can be replaced.", rich_help_panel="TensorRT"
-        ),
+        bool, _tensorrt("--refit", help="Build an engine whose weights can be replaced.")
     ] = False,
     pretrained: Annotated[
         bool,
@@ -191,46 +122,24 @@ def export_command(
     ] = True,
     images: Annotated[
         str | None,
-        typer.Option(
+        _verification(
             "--verify-data",
             metavar="PATH|DATA SET",
             help="Real images. Top-1 must be equal in fp32, on 99.5% of the images in fp16 and bf16; INT8 may lose "
             "0.5 points of accuracy.",
-            rich_help_panel="Verification",
         ),
     ] = None,
-    data: Annotated[
-        Path | None,
-        typer.Option(
-            "--data",
-            help="Folder of the data sets (default: $CAPSZOO_DATA).",
-            show_default=False,
-            metavar="PATH",
-            rich_help_panel="Verification",
-        ),
-    ] = None,
-    skip_bad: Annotated[
-        bool,
-        typer.Option(
-            "--skip-bad",
-            help="Leave out images of --verify-data and --calibrate that cannot be read.",
-            rich_help_panel="Verification",
-        ),
-    ] = False,
+    data: DataFolderOption = None,
+    skip_bad: SkipBadOption = False,
     tolerance: Annotated[
         float | None,
-        typer.Option(
+        _verification(
             help="Allowed difference as a share of the largest output (default: by precision).",
-            show_default=False,
             metavar="SHARE",
-            rich_help_panel="Verification",
         ),
     ] = None,
     quick: Annotated[
-        bool,
-        typer.Option(
-            "--quick", help="Fewer probes: random and zero input only.", rich_help_panel="Verification"
-        ),
+        bool, _verification("--quick", help="Fewer probes: random and zero input only.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -240,9 +149,9 @@ def export_command(
         raise UsageError("Missing option '--out'", "give a folder, or FILE.onnx for the file alone")
     profile, kinds = _batch(batch), [word.strip() for word in formats.split(",")]
     alone = names_onnx_file(out)
-    unknown = [kind for kind in kinds if kind not in FORMATS]
+    unknown = [kind for kind in kinds if kind not in EXPORT_FORMATS]
     if unknown:
-        raise UsageError(unknown_name("format", unknown[0], FORMATS))
+        raise UsageError(unknown_name("format", unknown[0], EXPORT_FORMATS))
     if alone and (kinds != ["onnx"] or triton):
         raise UsageError(f"--out {out} is one file", "give a folder for other formats and for --triton")
     if "tensorrt" not in kinds:

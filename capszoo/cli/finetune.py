@@ -8,12 +8,13 @@ from typing import Annotated
 import typer
 
 from .._pretrained.catalogue import check_model_argument
-from .._utils.choices import HEAD_ROUTINGS
+from .._utils.choices import CROP_MODES, HEAD_ROUTINGS
 from ..errors import UsageError, unknown_name
-from .common import CROP_MODES, parse_size, refuse_unused, was_given
+from .common import SkipBadOption, image_option, parse_size, refuse_unused, was_given
 from .training import (
     AcceptDataOption,
     BatchOption,
+    EpochsOption,
     RateOption,
     SeedOption,
     SetOption,
@@ -21,6 +22,7 @@ from .training import (
     check_training,
     print_run,
     refuse_set_twice,
+    setting,
     settings,
     use_cpu,
 )
@@ -32,8 +34,7 @@ def finetune_command(
     context: typer.Context,
     data: Annotated[
         str,
-        typer.Option(
-            "--data",
+        image_option(
             help="Folder with a sub-folder of images per class, FILE.csv of names and labels, or hf:OWNER/NAME.",
             show_default=False,
             metavar="PATH",
@@ -50,14 +51,12 @@ def finetune_command(
         typer.Option(
             metavar="NAME",
             help="A timm backbone with a new capsule head: resnet18.a1_in1k, hf-hub:USER/NAME, local-dir:FOLDER.",
-            show_default=False,
         ),
     ] = None,
     head: Annotated[
         str,
         typer.Option(
-            metavar="ROUTING",
-            help=f"Routing of the head of --backbone: {', '.join(HEAD_ROUTINGS)}.",
+            metavar="ROUTING", help=f"Routing of the head of --backbone: {', '.join(HEAD_ROUTINGS)}."
         ),
     ] = "idpa",
     out: Annotated[
@@ -66,82 +65,52 @@ def finetune_command(
             "--out",
             "-o",
             help="Folder of the run (default: runs/ARCHITECTURE.TAG; with --backbone runs/caps_head.TAG).",
-            show_default=False,
             metavar="PATH",
         ),
     ] = None,
     img_size: Annotated[
-        str | None,
-        typer.Option(
-            "--img-size",
-            metavar="N or HxW",
-            help="Size of the images, if not the weights'.",
-            rich_help_panel="Settings",
-        ),
+        str | None, setting(metavar="N or HxW", help="Size of the images, if not the weights'.")
     ] = None,
     crop_mode: Annotated[
         str | None,
-        typer.Option(
-            "--crop-mode",
+        setting(
             metavar="center|squash|border",
             help="Of images of another shape: crop, scale each side, or shrink and pad (default: the weights').",
-            show_default=False,
-            rich_help_panel="Settings",
         ),
     ] = None,
     freeze: Annotated[
         list[str] | None,
-        typer.Option(
+        setting(
             help="body, all (but the class capsules), or modules by name, with commas; repeatable.",
             metavar="NAME",
-            rich_help_panel="Settings",
         ),
     ] = None,
     layer_decay: Annotated[
         float | None,
-        typer.Option(
-            "--layer-decay",
+        setting(
             help="Layer-wise rate decay: X times the rate of the layer above (default: 0.8; 1: no decay).",
-            show_default=False,
             metavar="X",
-            rich_help_panel="Settings",
         ),
     ] = None,
-    epochs: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Maximum number of epochs (default: chosen from the number of images).",
-            metavar="N",
-            rich_help_panel="Settings",
-        ),
-    ] = None,
+    epochs: EpochsOption = None,
     lr: RateOption = None,
     batch_size: BatchOption = None,
     seed: SeedOption = None,
     from_scratch: Annotated[
-        bool,
-        typer.Option(
-            "--from-scratch", help="Start from random weights, to compare.", rich_help_panel="Settings"
-        ),
+        bool, setting("--from-scratch", help="Start from random weights, to compare.")
     ] = False,
-    skip_bad: Annotated[
-        bool, typer.Option("--skip-bad", help="Leave out images that cannot be read.")
-    ] = False,
+    skip_bad: SkipBadOption = False,
     colour: Annotated[
         bool | None,
-        typer.Option(
+        setting(
             "--colour/--grey",
             help="Read all images in colour, or in grey (default: in colour if any image has some).",
-            show_default=False,
-            rich_help_panel="Settings",
         ),
     ] = None,
     tag: Annotated[
         str | None,
         typer.Option(
             help="Tag of the new weights, ARCHITECTURE.TAG (default: from the last part of --data).",
-            show_default=False,
             metavar="NAME",
         ),
     ] = None,

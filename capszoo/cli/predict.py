@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -44,35 +45,32 @@ if TYPE_CHECKING:
 RUNTIMES = ("auto", "torch", "onnx")
 
 
+_cluster = partial(typer.Option, rich_help_panel="Cluster")
+
 RayOption = Annotated[
     str | None,
-    typer.Option(
+    _cluster(
         "--ray",
         metavar="ADDRESS",
         help="Predict on a Ray cluster: local, auto, HOST:PORT or ray://HOST:PORT.",
-        show_default=False,
-        rich_help_panel="Cluster",
     ),
 ]
 WorkersOption = Annotated[
     int | None,
-    typer.Option(
+    _cluster(
         "--workers",
         min=1,
         metavar="N",
         help="Processes of the cluster (default: one per CPU, or per GPU with --device cuda).",
-        show_default=False,
-        rich_help_panel="Cluster",
     ),
 ]
 ShardSizeOption = Annotated[
     int,
-    typer.Option(
+    _cluster(
         "--shard-size",
         min=1,
         metavar="N",
         help="Images per parquet file; a rerun computes the missing files only.",
-        rich_help_panel="Cluster",
     ),
 ]
 
@@ -88,7 +86,6 @@ def predict_command(
     runtime: Annotated[
         str,
         typer.Option(
-            "--runtime",
             metavar="|".join(RUNTIMES),
             help="onnx: ONNX Runtime on the CPU, from a file that is exported once into a cache; auto: that file if it "
             "exists and --device is cpu or not given, else torch.",
@@ -107,7 +104,6 @@ def predict_command(
             "-o",
             metavar="FILE",
             help="Write a table to a .csv file, a row per image and class; with --ray a folder of .parquet files.",
-            show_default=False,
         ),
     ] = None,
     as_json: JsonOption = False,

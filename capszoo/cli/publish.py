@@ -33,13 +33,7 @@ def publish_command(
     ] = False,
     out: Annotated[
         Path | None,
-        typer.Option(
-            "--out",
-            "-o",
-            help="Keep what was written in this new folder.",
-            show_default=False,
-            metavar="PATH",
-        ),
+        typer.Option("--out", "-o", help="Keep what was written in this new folder.", metavar="PATH"),
     ] = None,
     everything: Annotated[
         str | None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,7 +10,7 @@ import typer
 from rich.markup import escape
 
 from ..errors import UsageError
-from .common import refuse_unused, stderr, stdout
+from .common import DataFolderOption, refuse_unused, stderr, stdout
 from .training import (
     AcceptDataOption,
     BatchOption,
@@ -30,6 +31,9 @@ from .training import (
 __all__ = ["resolved_yaml", "train_command"]
 
 
+_several = partial(typer.Option, rich_help_panel="Several runs")
+
+
 def train_command(
     context: typer.Context,
     recipes: Annotated[
@@ -43,15 +47,7 @@ def train_command(
     ] = None,
     overrides: SetOption = None,
     profile: ProfileOption = None,
-    data: Annotated[
-        Path | None,
-        typer.Option(
-            "--data",
-            help="Folder of the data set (default: $CAPSZOO_DATA).",
-            show_default=False,
-            metavar="PATH",
-        ),
-    ] = None,
+    data: DataFolderOption = None,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -59,7 +55,6 @@ def train_command(
             "-o",
             help="Folder of the run (default: runs/ARCH.TAG of the recipe); with --together or --seeds the folder "
             "that holds all runs (default: runs).",
-            show_default=False,
             metavar="PATH",
         ),
     ] = None,
@@ -70,37 +65,17 @@ def train_command(
     device: TrainingDeviceOption = None,
     accept_data: AcceptDataOption = False,
     together: Annotated[
-        bool,
-        typer.Option(
-            "--together",
-            help="Train several recipes side by side, a process each.",
-            rich_help_panel="Several runs",
-        ),
+        bool, _several("--together", help="Train several recipes side by side, a process each.")
     ] = False,
     seeds: Annotated[
         str | None,
-        typer.Option(
-            metavar="N,N,…",
-            help="Train once with each seed; print mean and standard deviation.",
-            show_default=False,
-            rich_help_panel="Several runs",
-        ),
+        _several(metavar="N,N,…", help="Train once with each seed; print mean and standard deviation."),
     ] = None,
     parallel: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            metavar="N",
-            help="With --seeds: simultaneous runs (default: 1).",
-            rich_help_panel="Several runs",
-        ),
+        int | None, _several(min=1, metavar="N", help="With --seeds: simultaneous runs (default: 1).")
     ] = None,
     dry_run: Annotated[
-        bool,
-        typer.Option(
-            "--dry-run",
-            help="Print the resolved recipe and the estimated time.",
-        ),
+        bool, typer.Option("--dry-run", help="Print the resolved recipe and the estimated time.")
     ] = False,
     threads: Annotated[
         int | None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,6 +29,7 @@ __all__ = [
     "complete_recipe",
     "print_run",
     "recipe_names",
+    "setting",
     "settings",
     "use_cpu",
 ]
@@ -60,40 +62,41 @@ def complete_recipe(incomplete: str) -> list[str]:
     return [name for name in recipe_names() if name.startswith(incomplete)]
 
 
+#: An option in the panel "Settings" of ``--help``.
+setting = partial(typer.Option, rich_help_panel="Settings")
+
 EpochsOption = Annotated[
     int | None,
-    typer.Option("--epochs", min=1, help="Number of epochs.", metavar="N", rich_help_panel="Settings"),
+    setting(
+        "--epochs",
+        min=1,
+        help="Number of epochs (default: the recipe's; finetune: a maximum by the number of images).",
+        metavar="N",
+    ),
 ]
 RateOption = Annotated[
     float | None,
-    typer.Option(
-        "--lr",
-        help="Learning rate, optimizer.lr (default: the recipe's; finetune: 0.003).",
-        show_default=False,
-        metavar="X",
-        rich_help_panel="Settings",
+    setting(
+        "--lr", help="Learning rate, optimizer.lr (default: the recipe's; finetune: 0.003).", metavar="X"
     ),
 ]
 BatchOption = Annotated[
     int | None,
-    typer.Option(
+    setting(
         "--batch-size",
         min=1,
         help="Images per update, over all processes and accumulated parts (default: the recipe's; finetune: 32, fewer "
         "for small sets). timm's is per process.",
-        show_default=False,
         metavar="N",
-        rich_help_panel="Settings",
     ),
 ]
 SeedOption = Annotated[
     int | None,
-    typer.Option(
+    setting(
         "--seed",
         min=0,
         help="Seed of weights, order and augmentation (default: the recipe's; finetune: 0).",
         metavar="N",
-        rich_help_panel="Settings",
     ),
 ]
 RecipeArgument = Annotated[
@@ -107,21 +110,15 @@ RecipeArgument = Annotated[
 ]
 ProfileOption = Annotated[
     str | None,
-    typer.Option(
+    setting(
         "--profile",
         metavar="NAME",
         help="One of the recipe's profiles, such as short (default: the recipe without a profile).",
-        rich_help_panel="Settings",
     ),
 ]
 SetOption = Annotated[
     list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="KEY=VALUE",
-        help="Change a setting, such as optimizer.lr=0.001; repeatable.",
-        rich_help_panel="Settings",
-    ),
+    setting("--set", metavar="KEY=VALUE", help="Change a setting, such as optimizer.lr=0.001; repeatable."),
 ]
 TrainingDeviceOption = Annotated[
     str | None,

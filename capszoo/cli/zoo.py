@@ -118,15 +118,13 @@ def info_command(
     img_size: SizeOption = None,
     routing_iters: ItersOption = None,
     num_classes: Annotated[
-        int | None,
-        typer.Option("--num-classes", min=0, help="Number of classes, if not the default.", metavar="N"),
+        int | None, typer.Option(min=0, help="Number of classes, if not the default.", metavar="N")
     ] = None,
     engines: Annotated[
         bool, typer.Option("--engines", help="How each routing layer is computed on this machine, and why.")
     ] = False,
     batch: Annotated[
-        int,
-        typer.Option("--batch-size", min=1, help="Images per forward pass, with --engines.", metavar="N"),
+        int, typer.Option("--batch-size", min=1, help="Images per forward pass, with --engines.", metavar="N")
     ] = 32,
     training: Annotated[
         bool, typer.Option("--training", help="With --engines: the choice for training.")
