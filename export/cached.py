@@ -27,11 +27,6 @@ from capszoo.scores import ImagePrediction, ScoredClass
 __all__ = ["CachedModel", "cache_folder", "export_to_cache", "find_cached", "weights_file"]
 
 
-def _exports_folder() -> Path:
-    """Folder of the files that this version's code exported."""
-    return cache_folder() / "onnx" / f"{__version__}-{_source_digest()}"
-
-
 @cache
 def _source_digest() -> str:
     """Digest of the code that determines a graph and its preprocessing: a checkout changes between versions."""
@@ -82,7 +77,7 @@ def _place(model: str, img_size: tuple[int, int] | None, routing_iters: int | No
         name += f"-{img_size[0]}x{img_size[1]}"
     if routing_iters is not None:
         name += f"-iters{routing_iters}"
-    return _exports_folder() / name
+    return cache_folder() / "onnx" / f"{__version__}-{_source_digest()}" / name
 
 
 def find_cached(

@@ -312,13 +312,11 @@ def collect(kind: type[Options], options: Options | None, changes: Mapping[str, 
     return kind(**changes) if options is None else replace(options, **changes)
 
 
-def _is_count(value: Any) -> bool:
-    """True for a whole number above 0, of numpy's too."""
-    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) > 0
-
-
 def _are_counts(values: Any, length: int) -> bool:
-    return isinstance(values, Sequence) and len(values) == length and all(map(_is_count, values))
+    """Whether these are so many whole numbers above 0, of numpy's too."""
+    if not isinstance(values, Sequence) or len(values) != length:
+        return False
+    return all(isinstance(n, Integral) and not isinstance(n, bool) and int(n) > 0 for n in values)
 
 
 def _one_of(what: str, given: str, known: Sequence[str] | Mapping[str, Any]) -> None:

@@ -194,7 +194,8 @@ def prepare(model: nn.Module | str, options: ExportOptions | None = None, **chan
     dtype = PRECISIONS[options.precision]
     options.say("preparing")
     outputs = tuple(options.outputs)
-    _check_outputs(model, outputs)
+    if outputs != ("scores",) and not hasattr(model, "forward_capsules"):
+        raise UsageError(f"{type(model).__name__} has no capsules", "ask for the output scores only")
     with evaluating(model):
         # the reference must have the graph's number of iterations, but stay as unprepared as the user's model
         original = _copy(model, name).cpu()  # on a GPU, cuDNN's TF32 would round the reference
@@ -276,11 +277,6 @@ def _copy(model: nn.Module, name: str) -> nn.Module:
             f"{name}: {computed[0]} is computed from other tensors, as a pruned weight is",
             "make it a parameter: torch.nn.utils.prune.remove(layer, 'weight')",
         ) from error
-
-
-def _check_outputs(model: nn.Module, outputs: Sequence[str]) -> None:
-    if tuple(outputs) != ("scores",) and not hasattr(model, "forward_capsules"):
-        raise UsageError(f"{type(model).__name__} has no capsules", "ask for the output scores only")
 
 
 def _output_names(model: nn.Module, outputs: Sequence[str], size: tuple[int, int, int]) -> list[str]:

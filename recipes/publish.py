@@ -221,11 +221,6 @@ def _compare(net: nn.Module, images: Tensor, expected: Tensor, problem: str) -> 
         raise PublishError(problem.format(difference), "nothing was sent; train or bundle it again")
 
 
-def _listing(folder: Path) -> list[dict[str, Any]]:
-    files = sorted(path for path in folder.iterdir() if path.is_file())
-    return [{"name": f.name, "bytes": f.stat().st_size, "sha256": sha256_of(f)} for f in files]
-
-
 @contextmanager
 def _staging(out: Path | None, replaces: bool = False) -> Iterator[Path]:
     """A temporary folder that becomes `out` on success, and is deleted otherwise.
@@ -274,7 +269,12 @@ def publish(
     check_repo_id(repo_id)
     with _staging(Path(out) if out else None, replaces) as folder:
         info = stage(run, repo_id, folder, private)
-        result: dict[str, Any] = {"repo_id": repo_id, "model": info.name, "files": _listing(folder)}
+        files = [
+            {"name": file.name, "bytes": file.stat().st_size, "sha256": sha256_of(file)}
+            for file in sorted(folder.iterdir())
+            if file.is_file()
+        ]
+        result: dict[str, Any] = {"repo_id": repo_id, "model": info.name, "files": files}
         if dry_run:
             return {**result, "url": None, "commit": None, "changed": None}
         # files that earlier weights had and these do not; the user's own files stay

@@ -47,10 +47,6 @@ def _sizes(text: str) -> list[int]:
     return sizes
 
 
-def _is_bundle(name: str) -> bool:
-    return (Path(name) / "manifest.json").is_file()
-
-
 def _load(name: str, device: str | None, **options: Any) -> nn.Module:
     """A model to time, with or without its weights, on which its speed does not depend."""
     from ..inference import NoWeights, load_model
@@ -97,7 +93,7 @@ def benchmark_command(
 ) -> None:
     """Time a model here: latency and images/s by batch, in PyTorch, compiled and in ONNX Runtime."""
     sizes = _sizes(batch)
-    if _is_bundle(model):
+    if (Path(model) / "manifest.json").is_file():
         unused = ("img_size", "routing_iters", "device")
         refuse_unused(context, unused, "on a bundle", "leave it out")
         compare_runtimes(Path(model), images or [], runtimes, original, sizes, repeats, as_json)
@@ -217,7 +213,11 @@ def compare_command(
         raise UsageError(f"{model} and {other} are the same weights", "give two models")
     about = [_about(name) for name in names]
     measured, why = _agreement(names, dataset, data, split=split, limit=limit, seed=seed, device=device)
-    timings = _time(names, sizes, repeats, device)
+    from ..export.benchmark import time_models
+
+    nets = {name: _load(name, device) for name in names}
+    with stderr().status("timing"):
+        timings = time_models(nets, sizes, repeats)
     if as_json:
         print_json({"models": about, "agreement": measured, "timings": timings})
         if measured is None and why:
@@ -323,11 +323,3 @@ def _print_agreement(names: list[str], found: dict[str, Any]) -> None:
     table.add_row(escape(f"only {names[1]} right"), f"{found['only_second']:,}")
     table.add_row("both wrong", f"{found['both_wrong']:,}")
     out.print(table)
-
-
-def _time(names: list[str], sizes: list[int], repeats: int, device: str | None) -> list[dict[str, Any]]:
-    from ..export.benchmark import time_models
-
-    nets = {name: _load(name, device) for name in names}
-    with stderr().status("timing"):
-        return time_models(nets, sizes, repeats)

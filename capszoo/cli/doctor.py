@@ -23,7 +23,10 @@ LIBRARIES = ("torch", "torchvision", "timm", "huggingface-hub", "safetensors", "
 
 def doctor_command(as_json: JsonOption = False) -> None:
     """Show versions, devices, extras and data folders: what to state in a bug report."""
-    missing = {name: _missing(modules) for name, (modules, _) in EXTRAS.items()}
+    missing = {
+        name: [module for module in modules if importlib.util.find_spec(module) is None]
+        for name, (modules, _) in EXTRAS.items()
+    }
     about = {
         "capszoo": __version__,
         "python": f"{platform.python_version()} ({sys.platform}, {platform.machine()})",
@@ -66,10 +69,6 @@ def _version(name: str) -> str | None:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _missing(modules: tuple[str, ...]) -> list[str]:
-    return [name for name in modules if importlib.util.find_spec(name) is None]
 
 
 def _devices() -> dict[str, str]:

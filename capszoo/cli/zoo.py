@@ -154,18 +154,12 @@ def info_command(
     stdout().print()
     if about["weights"]:
         stdout().print(_weights_table(about["weights"]))
-        _print_training(about)
+        if "command" in about:  # of a checkpoint: an architecture may have several
+            stdout().print(f"\ntrained by: {escape(about['command'])}", soft_wrap=True)
+            for line in about["protocol"]:
+                stdout().print(escape(f"- {line.replace('`', '')}"), soft_wrap=True)
     elif model in architectures():
         stdout().print(": ".join(without_weights(model)))
-
-
-def _print_training(about: dict[str, Any]) -> None:
-    """How a checkpoint came about; nothing for an architecture, which may have several."""
-    if "command" not in about:
-        return
-    stdout().print(f"\ntrained by: {escape(about['command'])}", soft_wrap=True)
-    for line in about["protocol"]:
-        stdout().print(escape(f"- {line.replace('`', '')}"), soft_wrap=True)
 
 
 def _print_facts(about: dict[str, Any]) -> None:

@@ -168,7 +168,10 @@ def measure(
     if held_out is not None:
         check_calibration(target)
     if routing:
-        _check_routing(target)
+        # of one image, so that a model without capsules is refused before hours of work
+        target.require_one_view("routing is measured")
+        one = target.on(target.images.fixed().subset(torch.arange(1)))
+        routing_stats(target.net, ((b.images, b.labels) for b in one.batches(1)))
     with bar("evaluating") as advance:
         result = assess(target, size, advance)
     found: dict[str, Any] = {}
@@ -193,13 +196,6 @@ def measure(
         with bar("calibration") as advance:
             found["calibration"] = calibrate(target, held_out, size, advance)
     return Report(target, result, seed, limit, stated_top1(target), **found)
-
-
-def _check_routing(target: EvalTarget) -> None:
-    """Raise `CapszooError` before hours of work if the model has no capsules, or several crops are taken."""
-    target.require_one_view("routing is measured")
-    one = target.on(target.images.fixed().subset(torch.arange(1)))
-    routing_stats(target.net, ((b.images, b.labels) for b in one.batches(1)))
 
 
 def _routing(

@@ -249,7 +249,10 @@ def prepare(
         DataError: the data set is missing, or does not fit the model.
         WeightsError: the weights are missing or do not fit.
     """
-    _check_choices(limit, crops)
+    if limit is not None and limit < 1:
+        raise UsageError(f"a limit of {limit} images is invalid", "give 1 or more")
+    if crops not in ("single", "multi"):
+        raise UsageError(f"unknown crops '{crops}'", "use single or multi")
     dataset, data = _named_by(data, dataset)
     net, info = find_model(model)
     if dataset is None:
@@ -310,13 +313,6 @@ def _normalisation(
     known = bool(loaded and stated[0] and stated[1])
     mean, std = stated if known else (images.spec.mean, images.spec.std)
     return per_channel(mean, channels), per_channel(std, channels)
-
-
-def _check_choices(limit: int | None, crops: str) -> None:
-    if limit is not None and limit < 1:
-        raise UsageError(f"a limit of {limit} images is invalid", "give 1 or more")
-    if crops not in ("single", "multi"):
-        raise UsageError(f"unknown crops '{crops}'", "use single or multi")
 
 
 def _named_by(

@@ -16,7 +16,7 @@ from capszoo.layers import engine_report
 from ..config import RecipeError
 from ..evaluation.memory import fitting_images
 from ..evaluation.target import evaluation_batch
-from .checkpoints import Checkpoint, latest_checkpoint
+from .checkpoints import latest_checkpoint
 from .distributed import TrainingError, gather_object, raise_on_all_ranks, set_seed
 from .early_stop import BestEpoch
 from .history import read_records
@@ -36,7 +36,12 @@ def begin_run(run: Run) -> tuple[TrainState, RunLog]:
     with raise_on_all_ranks(run.accelerator):
         checkpoint, skipped = latest_checkpoint(run.out)
         if checkpoint:
-            _check_updates(run, checkpoint)
+            before = checkpoint.state.get("updates_per_epoch", run.steps)  # earlier versions did not store it
+            if before != run.steps:
+                raise TrainingError(
+                    f"the run in {run.out} has {before} updates an epoch, {len(run.data.training):,} images make "
+                    f"{run.steps}: put the images back, or choose another --out"
+                )
         elif read_records(run.out / "metrics.jsonl"):  # starting again would delete them
             raise TrainingError(
                 f"no checkpoint of the run in {run.out} can be read: put checkpoints/ back, or choose another --out"
@@ -96,16 +101,6 @@ def begin_run(run: Run) -> tuple[TrainState, RunLog]:
         # Detects a folder that cannot be written, and makes a failure in the first updates traceable.
         save_state(run, state)
     return state, log
-
-
-def _check_updates(run: Run, checkpoint: Checkpoint) -> None:
-    """Refuse epochs of another number of updates than before."""
-    before = checkpoint.state.get("updates_per_epoch", run.steps)  # earlier versions did not store it
-    if before != run.steps:
-        raise TrainingError(
-            f"the run in {run.out} has {before} updates an epoch, {len(run.data.training):,} images make {run.steps}: "
-            "put the images back, or choose another --out"
-        )
 
 
 def begin_stage(run: Run, before: TrainState, log: RunLog) -> TrainState:

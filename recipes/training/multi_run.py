@@ -113,7 +113,11 @@ def run_jobs(jobs: Sequence[Job], parallel: int | None = None) -> None:
             other runs have ended or saved a checkpoint.
     """
     parallel = min(parallel or len(jobs), len(jobs))
-    _make_parents(jobs)
+    for job in jobs:
+        try:
+            job.out.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise TrainingError(not_writable(job.out.parent, error)) from error
     # Each run gets its share of the cores; otherwise all would use all of them and wait for each other.
     threads = str(max(1, usable_cores() // max(parallel, 1)))
     defaults = {"OMP_NUM_THREADS": threads, "TORCHINDUCTOR_COMPILE_THREADS": threads}
@@ -130,7 +134,9 @@ def run_jobs(jobs: Sequence[Job], parallel: int | None = None) -> None:
                     console.print(
                         "stopping: each run finishes its current update and saves a checkpoint", markup=False
                     )
-                    _signal(processes, signal.SIGTERM)
+                    for one in processes:
+                        if one.running:
+                            one.process.send_signal(signal.SIGTERM)
                     killed = time.monotonic() + STOP_SECONDS
                 if time.monotonic() > killed:  # one that hangs must not cost the states of the others
                     _kill(processes)
@@ -174,12 +180,6 @@ def run_jobs(jobs: Sequence[Job], parallel: int | None = None) -> None:
         )
 
 
-def _signal(processes: list[_Process], number: int) -> None:
-    for one in processes:
-        if one.running:
-            one.process.send_signal(number)
-
-
 def _kill(processes: list[_Process]) -> None:
     for one in processes:
         if one.running:
@@ -192,14 +192,6 @@ def _tell(processes: list[_Process], console: Any) -> None:
         if not one.running and not one.told:
             one.told = True
             console.print(f"{one.job.out.name}: {one.state}: {one.last_line()}", soft_wrap=True, markup=False)
-
-
-def _make_parents(jobs: Sequence[Job]) -> None:
-    for job in jobs:
-        try:
-            job.out.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise TrainingError(not_writable(job.out.parent, error)) from error
 
 
 def _images(jobs: Sequence[Job]) -> int:

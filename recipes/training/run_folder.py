@@ -217,7 +217,7 @@ class RunLock:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             file.seek(0)
-            holder = _printable(file.read(300)) or "another process"
+            holder = "".join(c for c in file.read(300).strip() if c.isprintable()) or "another process"
             file.close()
             if error.errno not in (errno.EAGAIN, errno.EACCES):
                 self.acquired = True
@@ -245,10 +245,6 @@ def closing_lock(out: Path) -> Iterator[RunLock]:
         yield lock
     finally:
         lock.release()
-
-
-def _printable(text: str) -> str:
-    return "".join(c for c in text.strip() if c.isprintable())
 
 
 def check_data(out: Path, fingerprints: Mapping[str, str], accept: bool = False) -> None:
