@@ -67,6 +67,10 @@ def read_manifest(folder: str | os.PathLike[str]) -> dict[str, Any]:
     return check_manifest(manifest, path)
 
 
+#: Why no client may send a batch of 0; the gate tries it in ONNX Runtime, other runtimes are not tried.
+EMPTY_BATCH = "Send no batch of 0: runtimes answer it with an empty result, an error or a crash"
+
+
 def preprocessing(model: nn.Module, transform: ImageTransform, report: ExportReport) -> dict[str, Any]:
     """How a client prepares an image for the graph, and the kind of the scores."""
     smallest, usual, largest = report.batch
@@ -90,7 +94,7 @@ def preprocessing(model: nn.Module, transform: ImageTransform, report: ExportRep
         "std": list(transform.std),
         "inherited_mean": transform.inherited_mean,
         "normalisation_in_graph": report.input_dtype == "uint8",
-        "batch": {"min": smallest, "usual": usual, "max": largest},
+        "batch": {"min": smallest, "usual": usual, "max": largest, "empty": EMPTY_BATCH},
         "score_kind": score_kind(model),
     }
 

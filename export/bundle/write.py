@@ -258,7 +258,7 @@ def _readme(manifest: dict[str, Any], triton: bool) -> str:
         f"- Input `{spec['name']}`: [batch, {channels}, {height}, {width}], {spec['color_order']}, {normal}.",
         f"- Batch: {batch['min']}, fixed."
         if batch["min"] == batch["max"]
-        else f"- Batch: {batch['min']} to {batch['max']}.",
+        else f"- Batch: {batch['min']} to {batch['max']}. {batch['empty']}.",
         f"- Precision: {manifest['precision']['model']}; inputs and outputs "
         f"{'are uint8 and float32' if spec['dtype'] == 'uint8' else 'are float32'}.",
         *([_BF16] if bf16 else []),

@@ -123,6 +123,7 @@ def test_manifest_names_every_file_and_every_step(served: tuple[Path, dict[str, 
     for step in manifest["gates"]:
         assert step["name"] in (checked if step["passed"] else unchecked)
     assert "Triton Inference Server was not run" in unchecked
+    assert "batch of 0" in manifest["batch"]["empty"] and manifest["batch"]["empty"] in checked
 
 
 @pytest.mark.skipif(importlib.util.find_spec("tensorrt") is not None, reason="TensorRT is installed")
