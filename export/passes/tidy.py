@@ -1,13 +1,15 @@
 """Rewrite an ONNX graph, with equal results, where readers other than the exporter's own would trip over it.
 
 - An output has the name that was asked for. The exporter gives one tensor that is returned twice a name of its own.
-- What is computed from weights alone is computed once, here: some converters stop at such nodes.
+- What is computed from weights alone is computed once, here: some converters stop at such nodes. It stays where a
+  weight would be stored twice, since other nodes use it in another layout.
 - An empty batch gives an empty result in ONNX Runtime. Its fusion of transposes into products divides by zero there,
   which ends the process, and its sums over negative axes keep the shape of their input.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,24 +18,81 @@ if TYPE_CHECKING:
 
 __all__ = ["allow_empty_batches", "fold_weights", "name_outputs"]
 
-#: Bytes of the largest weight, and of the largest result that takes the place of the nodes that compute it.
+#: Elements of the largest weight, and of the largest result that takes the place of the nodes that compute it.
 MAX_FOLDED = 2**26
+
+#: Share of all weights by which folding may enlarge a file: a result is stored beside a weight that is used elsewhere.
+MAX_GROWTH = 0.02
+
+#: Bytes up to which a constant is a setting, such as a shape that unrelated weights share.
+SETTING = 1024
 
 
 def fold_weights(program: Any) -> None:
-    """Compute what depends on weights alone, in place, for an ``ONNXProgram``.
+    """Compute what depends on weights alone, in place, for an ``ONNXProgram``, unless the file grows much by it.
 
     Casts stay: they make float32 of weights that are stored in half precision.
     """
     from onnxscript import optimizer
 
+    kept = _enlarging_nodes(program.model.graph)
     optimizer.fold_constants(
         program.model,
         input_size_limit=MAX_FOLDED,
         output_size_limit=MAX_FOLDED,
-        should_fold=lambda node: False if node.op_type == "Cast" else None,
+        should_fold=lambda node: False if node.op_type == "Cast" or node in kept else None,
     )
     optimizer.remove_unused_nodes(program.model)
+
+
+def _enlarging_nodes(graph: Any) -> set[Any]:
+    """The nodes on weights alone whose results take more room than the weights that nothing else uses.
+
+    Nodes that share a weight are folded together or not at all, those that add the least first.
+    """
+    weights = [value for value in graph.initializers.values() if not value.is_graph_input()]
+    known = set(weights)
+    nodes = []
+    for node in graph:
+        if node.op_type != "Cast" and node.inputs and all(v is None or v in known for v in node.inputs):
+            known.update(node.outputs)
+            nodes.append(node)
+    constant = set(nodes)
+    groups: dict[
+        Any, tuple[set[Any], set[Any]]
+    ] = {}  # by a value: the nodes and values that are joined with it
+    for node in nodes:
+        values = {v for v in node.inputs if v is not None and _bytes(v) > SETTING} | set(node.outputs)
+        joined = {id(groups[v]): groups[v] for v in values if v in groups}.values()
+        group = ({node}.union(*(g[0] for g in joined)), values.union(*(g[1] for g in joined)))
+        groups |= dict.fromkeys(group[1], group)
+
+    def used_outside(value: Any) -> bool:
+        return value.is_graph_output() or not constant.issuperset(value.consumers())
+
+    def growth(values: set[Any]) -> int:
+        made = sum(_bytes(v) for v in values if v.producer() is not None and used_outside(v))
+        return made - sum(_bytes(v) for v in values if v.producer() is None and not used_outside(v))
+
+    room = MAX_GROWTH * sum(map(_bytes, weights))
+    kept: set[Any] = set()
+    for added, members in sorted(
+        ((growth(values), members) for members, values in {id(g): g for g in groups.values()}.values()),
+        key=lambda pair: pair[0],
+    ):
+        if added > 0:
+            room -= added
+            kept |= members if room < 0 else set()
+    return kept
+
+
+def _bytes(value: Any) -> int:
+    """Bytes of a constant; 0 where its shape is not known, as of a setting."""
+    if value.const_value is not None:
+        return int(value.const_value.nbytes)
+    if value.shape is None or value.dtype is None or not value.shape.is_static():
+        return 0
+    return int(math.prod(value.shape.numpy()) * value.dtype.itemsize)
 
 
 def name_outputs(proto: onnx.ModelProto, names: Sequence[str]) -> None:

@@ -84,3 +84,24 @@ def test_weights_are_folded_and_have_one_shape(tmp_path: Path) -> None:
     weights = {tensor.name for tensor in graph.initializer}
     assert not [node for node in graph.node if weights.issuperset(node.input)]
     assert not weights.intersection(value.name for value in graph.value_info)
+
+
+class Layouts(ToyCaps):
+    """With one weight in two layouts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Parameter(torch.randn(25, 4, 600))
+
+    def forward(self, x: Tensor) -> Tensor:
+        images = x.flatten(1)  # [b, 100]
+        once = images @ self.wide.flatten(0, 1)
+        again = images.unflatten(1, (25, 4)).transpose(0, 1) @ self.wide  # [25, b, 600]
+        return super().forward(x) + once[:, :5] + again.sum(0)[:, :5]
+
+
+def test_a_weight_in_two_layouts_is_stored_once(tmp_path: Path) -> None:
+    model = Layouts()
+    assert export(model, tmp_path / "x.onnx", gate="quick").passed
+    stored = sum(parameter.numel() * 4 for parameter in model.parameters())
+    assert (tmp_path / "x.onnx").stat().st_size < 1.1 * stored + 20_000
