@@ -22,7 +22,7 @@ from torch import nn
 
 from capszoo import images
 from capszoo.data import DataError
-from capszoo.data.readers import decode_image, image_header
+from capszoo.data.readers import decode_image, look_at_set
 from capszoo.errors import CapszooError, UsageError
 from capszoo.export.bundle.manifest import preprocessing
 from capszoo.images import open_image, resize_and_crop, to_mode, upright_picture
@@ -197,7 +197,7 @@ def test_postscript_is_not_handed_to_ghostscript(
     for read in (open_image, infer.open_image):
         with pytest.raises((CapszooError, ValueError), match="in PostScript"):
             read(path)
-    assert image_header(path, path).mode, "reads the header alone"
+    assert look_at_set(lambda _: (path, path), 1).sizes == ((8, 8),), "reads the header alone"
 
 
 def test_an_image_within_an_image_is_not_opened(
@@ -312,8 +312,7 @@ def test_icons_are_refused_before_pillow_decodes_them(
     for read, error in ((open_image, CapszooError), (infer.open_image, OSError)):
         with pytest.raises(error):
             read(icon)
-    with pytest.raises(DataError, match="ico: not an image|cannot be read|not an image"):
-        image_header(icon, "a table")
+    assert look_at_set(lambda _: (icon, "a table"), 1).sizes == ()
     assert not decoded
 
 
@@ -419,8 +418,7 @@ def test_what_pillow_does_not_read_is_one_line(tmp_path: Path) -> None:
     for path in (lab, dds):
         with pytest.raises(DataError, match="in LAB colours|cannot be read|not an image"):
             decode_image(path, "RGB", path)
-    with pytest.raises(DataError, match="cannot be read|not an image"):
-        image_header(dds, dds)
+    assert look_at_set(lambda _: (dds, dds), 1).sizes == ()
     with pytest.raises(CapszooError, match="no such file"):
         open_image(tmp_path / "absent.png")
     with pytest.raises(CapszooError, match="is a folder"):

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import gzip
 import io
-import itertools
 import json
 import math
 import os
@@ -22,7 +21,6 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -38,18 +36,16 @@ from .errors import DataError
 from .specs import Side, both_sides
 
 if TYPE_CHECKING:
+    from PIL import Image
+
     from capszoo.images import Framing
 
 __all__ = [
     "LABEL_COLUMNS",
     "MODES",
-    "Header",
     "SetLook",
-    "channels_of",
     "decode_image",
     "image_below",
-    "image_header",
-    "look_at_parquet",
     "look_at_set",
     "parquet_label_names",
     "read_cifar_binary",
@@ -66,10 +62,8 @@ MAX_FILE_BYTES = 2 * 2**30
 """Bytes that a file of images may unpack to, where the size of its set is not known beforehand."""
 MODES = {1: "L", 3: "RGB"}
 """Pillow's mode in which images are read, by the number of channels."""
-_SAMPLE = 1000
-"""Number of images, evenly spaced, that are looked at first for colour."""
 _LOOKED_AT = 4096
-"""Number of images, drawn at random, that decide whether a set has more than 8 bits."""
+"""Number of images, drawn at random, that are looked at first."""
 _ORIENTATION = 0x0112  # EXIF tag
 MAX_LABEL = 100_000
 """Largest label of a set: each number up to it is a class."""
@@ -198,16 +192,25 @@ class SetLook:
     """What the headers of a set's images say.
 
     Attributes:
+        channels: 3 if any of the images has colour, else 1.
         value_range: black and white, one range for all images of more than 8 bits; None: there are none.
         sizes: width and height of a random sample of the images.
     """
 
-    value_range: tuple[float, float] | None
-    sizes: tuple[tuple[int, int], ...]
+    channels: int
+    value_range: tuple[float, float] | None = None
+    sizes: tuple[tuple[int, int], ...] = ()
 
 
-def look_at_set(image_at: Callable[[int], tuple[bytes | Path, Path | str]], count: int) -> SetLook:
-    """Sizes of a set's images, and one range of values for those that have more than 8 bits a channel.
+def look_at_set(
+    image_at: Callable[[int], tuple[bytes | Path, Path | str]],
+    count: int,
+    channels: int | None = None,
+    ranges: bool = True,
+) -> SetLook:
+    """Colour and sizes of a set's images, and one range of values for those of more than 8 bits a channel.
+
+    A random sample is looked at first. The others are looked at only if that leaves colour or range open, each once.
 
     The range is what the files state (a TIFF's MaxSampleValue), if all of them do. Otherwise white is the largest
     value; of integers, the largest that its number of bits can hold, at least 8. Black is 0, or the smallest value if
@@ -215,40 +218,35 @@ def look_at_set(image_at: Callable[[int], tuple[bytes | Path, Path | str]], coun
 
     Args:
         image_at: an image by its index, encoded or as a path, and its name.
-        count: number of images. If a random sample has one with more than 8 bits, all of them are looked at.
+        count: number of images.
+        channels: 1 or 3 if that is known; None: look for colour.
+        ranges: look for values of more than 8 bits.
     """
-    from PIL import Image
 
-    from capszoo.images import image_formats, is_deep, open_image, stated_range, value_extremes
-
-    def look(index: int) -> tuple[tuple[int, int], _Values | None] | None:
+    def look(index: int) -> _Look | None:
         try:
             encoded, source = image_at(index)
-            file = io.BytesIO(encoded) if isinstance(encoded, bytes) else encoded
-            with Image.open(file, formats=image_formats()) as image:
-                size = image.size
-                if image.getexif().get(_ORIENTATION, 1) > 4:  # turned by a right angle
-                    size = size[::-1]
-                if not is_deep(image):
-                    return size, None
-                stated = stated_range(image)
-            low, high = stated or value_extremes(open_image(encoded, name=source))
-            return size, _Values(image.mode == "F", low, high, stated is not None)
-        except Exception:  # unreadable images are reported when they are decoded
+        except Exception:  # reported when it is decoded
             return None
+        return _look_at(encoded, source, ranges)
 
-    def looked(indices: Sequence[int]) -> list[tuple[tuple[int, int], _Values | None]]:
+    def looked(indices: Sequence[int]) -> list[_Look]:
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
             return [one for one in pool.map(look, indices) if one is not None]
 
     sample = random.Random(0).sample(range(count), min(count, _LOOKED_AT))
     seen = looked(sample)
-    values = [found for _, found in seen if found]
-    if values and len(sample) < count:
-        rest = sorted(set(range(count)) - set(sample))
-        for start in range(0, len(rest), _LOOKED_AT):  # `map` submits all that it is given at once
-            values += [found for _, found in looked(rest[start : start + _LOOKED_AT]) if found]
-    return SetLook(_range_of(values) if values else None, tuple(size for size, _ in seen))
+    colour = any(one.header.colour for one in seen)
+    values = [one.values for one in seen if one.values]
+    rest = sorted(set(range(count)) - set(sample))
+    for start in range(0, len(rest), _LOOKED_AT):  # `map` submits all that it is given at once
+        if not values and (colour or channels):
+            break
+        more = looked(rest[start : start + _LOOKED_AT])
+        colour = colour or any(one.header.colour for one in more)
+        values += [one.values for one in more if one.values]
+    sizes = tuple((one.header.width, one.header.height) for one in seen)
+    return SetLook(channels or (3 if colour else 1), _range_of(values) if values else None, sizes)
 
 
 class _Values(NamedTuple):
@@ -286,7 +284,7 @@ def parquet_label_names(file: str | Path) -> tuple[str, ...]:
     return tuple(names) if isinstance(names, list) and all(isinstance(name, str) for name in names) else ()
 
 
-class Header(NamedTuple):
+class _Header(NamedTuple):
     """What an image's file states before it is decoded: Pillow's mode, and the size in pixels."""
 
     mode: str
@@ -298,37 +296,36 @@ class Header(NamedTuple):
         return not (self.mode in ("1", "L", "LA", "F") or self.mode.startswith("I"))
 
 
-def image_header(encoded: bytes | Path, source: Path | str) -> Header:
-    """The header of an image; raises `DataError` if it cannot be read."""
+def _header(image: Image.Image) -> _Header:
+    # only where the header states it: Pillow would decode a PNG to look for it at the end
+    turned = "exif" in image.info and image.getexif().get(_ORIENTATION, 1) in (5, 6, 7, 8)
+    return _Header(image.mode, *(image.size[::-1] if turned else image.size))
+
+
+class _Look(NamedTuple):
+    """The header of an image and, of one of more than 8 bits, its values."""
+
+    header: _Header
+    values: _Values | None
+
+
+def _look_at(encoded: bytes | Path, source: Path | str, ranges: bool) -> _Look | None:
+    """Open an image once for its header, and decode it for its values; None: decoding will report what it has."""
     from PIL import Image
 
-    from capszoo.images import image_formats
+    from capszoo.images import image_formats, is_deep, open_image, stated_range, value_extremes
 
     try:
         file = io.BytesIO(encoded) if isinstance(encoded, bytes) else encoded
         with Image.open(file, formats=image_formats()) as image:
-            # only where the header states it: Pillow would decode a PNG to look for it at the end
-            turned = "exif" in image.info and image.getexif().get(_ORIENTATION, 1) in (5, 6, 7, 8)
-            return Header(image.mode, *(image.size[::-1] if turned else image.size))
-    except Exception as error:  # Pillow raises many kinds of errors for broken files
-        raise DataError(f"{source}: cannot be read ({error})", "the file is damaged") from error
-
-
-def channels_of(headers: Callable[[int], Header], count: int) -> int:
-    """Channels to read images in: 3 if any of them has colour, else 1.
-
-    A thousand of them, evenly spaced, are looked at first, then all others, until one has colour.
-
-    Args:
-        headers: the header of an image by its number; one that cannot be read is reported when it is decoded.
-        count: number of images.
-    """
-    stride = -(-count // _SAMPLE) or 1
-    for number in itertools.chain(range(0, count, stride), (k for k in range(count) if k % stride)):
-        with suppress(DataError):
-            if headers(number).colour:
-                return 3
-    return 1
+            header = _header(image)
+            if not ranges or not is_deep(image):
+                return _Look(header, None)
+            floats, stated = image.mode == "F", stated_range(image)
+        low, high = stated or value_extremes(open_image(encoded, name=source))
+        return _Look(header, _Values(floats, low, high, stated is not None))
+    except Exception:
+        return None
 
 
 def _encoded(cell: Any, source: Path, folder: Path | None) -> bytes | Path:
@@ -460,34 +457,36 @@ def _check_labels(labels: Sequence[int | str], source: Path) -> None:
 
 
 class ParquetSurvey(NamedTuple):
-    """What the images of parquet shards have in common: channels (1 or 3), widths and heights, and labels."""
+    """What the images of parquet shards have in common: channels, widths and heights, labels, one range of values."""
 
     channels: int
     sizes: Counter[tuple[int, int]]
     labels: frozenset[int | str]
+    value_range: tuple[float, float] | None
 
 
-def survey_parquet(files: Sequence[Path]) -> ParquetSurvey:
-    """Look at the labels and the headers of all images of parquet shards, without decoding them."""
+def survey_parquet(files: Sequence[Path], ranges: bool = True) -> ParquetSurvey:
+    """Look once at the labels and the headers of all images of parquet shards.
+
+    Args:
+        files: the shards.
+        ranges: look for one range of the values of images of more than 8 bits, as `look_at_set` does.
+    """
     channels = 1
     sizes: Counter[tuple[int, int]] = Counter()
     kinds: set[int | str] = set()
+    values: list[_Values] = []
     for file in files:  # one at a time: together they may be larger than the memory
         encoded, labels = parquet_cells([file])
         _check_labels(labels, file)
         kinds.update(labels)
         for cell, source in encoded:
-            with suppress(DataError):  # reported when it is decoded
-                header = image_header(cell, source)
-                sizes[header.width, header.height] += 1
-                channels = 3 if header.colour else channels
-    return ParquetSurvey(channels, sizes, frozenset(kinds))
-
-
-def look_at_parquet(files: Sequence[Path]) -> SetLook:
-    """`look_at_set` of parquet shards."""
-    encoded, _ = parquet_cells(files)
-    return look_at_set(encoded.__getitem__, len(encoded))
+            if (look := _look_at(cell, source, ranges)) is None:
+                continue
+            sizes[look.header.width, look.header.height] += 1
+            channels = 3 if look.header.colour else channels
+            values += [look.values] if look.values else []
+    return ParquetSurvey(channels, sizes, frozenset(kinds), _range_of(values) if values else None)
 
 
 def read_parquet(
@@ -517,7 +516,7 @@ def read_labelled_parquet(
 
     Args:
         files: all shards of one split.
-        channels: 1 decodes to grey, 3 to RGB; None: RGB if any of the images has colour (`channels_of`).
+        channels: 1 decodes to grey, 3 to RGB; None: RGB if any of the images has colour.
         side: height and width of the images, or side of a square; None: they must all have the same size.
         paths_below: strings are paths of images below this folder; None uses `CAPSZOO_IMAGE_PATHS`.
         framing: as for `decode_image`.
@@ -530,7 +529,7 @@ def read_labelled_parquet(
         raise DataError("no parquet file given")
     _check_shards(paths)
     encoded, labels = parquet_cells(paths, paths_below)
-    mode = MODES[channels or channels_of(lambda k: image_header(*encoded[k]), len(encoded))]
+    mode = MODES[channels or look_at_set(encoded.__getitem__, len(encoded), ranges=False).channels]
     if not encoded:
         raise DataError(f"{paths[0].parent} holds no images")
     _check_labels(labels, paths[0].parent)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import unicodedata
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -475,7 +477,7 @@ def test_parquet_splits_agree_on_colour_and_classes(tmp_path: Path) -> None:
     pytest.importorskip("pyarrow", reason="parquet files need pyarrow")
     grey, colour = (
         np.full((9, 9), 80, np.uint8),
-        np.dstack([np.full((9, 9), 80 * k, np.uint8) for k in range(3)]),
+        np.dstack([np.full((9, 9), 20 * k, np.uint8) for k in range(3)]),
     )
     write_parquet(tmp_path / "train.parquet", [grey, colour, colour, colour], [0, 1, 2, 3])
     write_parquet(tmp_path / "test.parquet", [grey, grey], [0, 1])
@@ -685,14 +687,38 @@ def test_files_of_other_suffixes_are_counted(tmp_path: Path) -> None:
 
 
 def test_all_images_decide_whether_a_set_has_colour(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("capszoo.data.readers._SAMPLE", 4)
-    for k in range(8):  # an even stride over pairs meets one of each pair
-        write_image(tmp_path / "a" / f"{k}_ir.png", np.full((9, 9), 80, np.uint8))
-        write_image(tmp_path / "a" / f"{k}_rgb.png", np.full((9, 9, 3), (80, 0, 0), np.uint8))
+    monkeypatch.setattr("capszoo.data.readers._LOOKED_AT", 4)
+    sampled = random.Random(0).sample(range(16), 4)
+    last = max(set(range(16)) - set(sampled))
+    for k in range(16):
+        shade = (80, 0, 0) if k == last else 80
+        write_image(
+            tmp_path / "a" / f"{k:02}.png", np.full((9, 9, 3) if k == last else (9, 9), shade, np.uint8)
+        )
     found = read(tmp_path)
     assert found.spec.input_size[0] == 3 and "in colour" in summarise({"train": found}).sentence()
     grey = read(tmp_path, channels=1)
     assert grey.spec.input_size[0] == 1 and "in grey" in summarise({"train": grey}).sentence()
+
+
+@pytest.mark.parametrize("deep", [False, True])
+def test_headers_are_read_once_and_images_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deep: bool
+) -> None:
+    for k in range(8):
+        write_image(tmp_path / "a" / f"{k}.png", np.full((9, 9), 20 * k, np.uint16 if deep else np.uint8))
+    monkeypatch.setattr("capszoo.data.readers._LOOKED_AT", 4)
+    opened: Counter[str] = Counter()
+    real = Image.open
+
+    def count(file: Any, **options: Any) -> Any:
+        opened[str(file)] += 1
+        return real(file, **options)
+
+    monkeypatch.setattr(Image, "open", count)
+    assert (read(tmp_path).spec.value_range is not None) == deep
+    # values need the pixels: one more
+    assert len(opened) == 8 and set(opened.values()) == {3 if deep else 2}
 
 
 def test_the_share_of_the_images_that_is_seen(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from ...images import Framing, cropped_share
 from ..augment import frame
 from ..errors import DataError
-from ..readers import idx_pair, look_at_parquet
+from ..readers import idx_pair
 from ..sets import ImageSet, StreamedSet, sized
 from ..shards import shards_of_split
 from ..specs import Side
@@ -69,9 +69,6 @@ def open_set(
         )
     framing = framing or Framing(value_range="set")
     if kind == "parquet":
-        if framing.value_range == "set":
-            shards = parquet_shards(folder, SPLITS["train"]) or parquet_shards(folder, SPLITS[split])
-            framing = replace(framing, value_range=look_at_parquet(shards).value_range)
         found = read_packed_parquet(folder, split, size, resize, channels, framing)
     else:
         found = read_idx(folder, split)
@@ -83,8 +80,6 @@ def open_set(
         )
     rows, columns = images.shape[-2:]
     spec = folder_spec(name, label_names, (images.shape[1], rows, columns), len(images), split)
-    if kind == "parquet" and framing.value_range != "set":
-        spec = replace(spec, value_range=framing.value_range)
     cropped = found.cropped
     if found.size:
         spec = replace(spec, input_size=(images.shape[1], *found.size))
@@ -92,7 +87,7 @@ def open_set(
         spec, side = sized(spec, size, resize)
         cropped = cropped or cropped_share((columns, rows), side, crop_mode=framing.crop_mode)
         images = frame(images, side, framing.crop_mode, framing.mean or spec.mean)
-    return ImageSet(replace(spec, cropped=cropped), split, images, labels)
+    return ImageSet(replace(spec, cropped=cropped, value_range=found.value_range), split, images, labels)
 
 
 def find_splits(name: str, data: str | Path | None = None, download: str | Path | None = None) -> set[str]:

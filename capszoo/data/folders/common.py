@@ -17,7 +17,7 @@ from ..._utils.files import expanded
 from ...errors import spelling_difference
 from ...images import Framing, cropped_share
 from ..errors import DataError
-from ..readers import MAX_LABEL, look_at_set
+from ..readers import MAX_LABEL, SetLook, look_at_set
 from ..roots import environment_roots, given_root
 from ..sets import Decoder, ImageSet, Origin, StreamedSet, stored_sides
 from ..specs import DatasetSpec, Side, shown_sides
@@ -35,6 +35,7 @@ __all__ = [
     "framing_text",
     "locate",
     "look_alike",
+    "look_at_training",
     "settled",
     "sides",
     "to_tensor",
@@ -227,12 +228,26 @@ def sides(size: Side | None, resize: Side | None) -> tuple[tuple[int, int], tupl
     return stored_sides(size or DEFAULT_SIZE, resize, 8 / 7)
 
 
-def settled(
-    spec: DatasetSpec,
-    framing: Framing | None,
+def look_at_training(
     image_at: Callable[[int], tuple[bytes | Path, Path | str]],
     count: int,
-    side: tuple[int, int],
+    channels: int | None,
+    framing: Framing | None,
+) -> SetLook:
+    """What the training images say of what is not asked for: channels, range of values, sizes.
+
+    Args:
+        image_at, count, channels: as for `look_at_set`.
+        framing: as asked for; None: one range for the set.
+    """
+    known = framing.value_range if framing else "set"
+    if known == "set":
+        return look_at_set(image_at, count, channels)
+    return SetLook(channels or look_at_set(image_at, count, ranges=False).channels, known)
+
+
+def settled(
+    spec: DatasetSpec, framing: Framing | None, looked: SetLook, side: tuple[int, int]
 ) -> tuple[DatasetSpec, Framing]:
     """A set's specification and framing, with the colour of its border and the range of its values.
 
@@ -240,15 +255,11 @@ def settled(
 
     Args:
         spec: of the set.
-        framing: as asked for; None: the middle, and one range for the set.
-        image_at, count: the training images, as for `look_at_set`.
+        framing: as asked for; None: the middle.
+        looked: at the training images.
         side: rows and columns of the stored images.
     """
-    framing = framing or Framing(value_range="set")
-    known = framing.value_range
-    if known != "set":
-        return replace(spec, value_range=known), replace(framing, mean=framing.mean or spec.mean)
-    looked = look_at_set(image_at, count)
+    framing = framing or Framing()
     framing = replace(framing, mean=framing.mean or spec.mean, value_range=looked.value_range)
     lost = [cropped_share(size, side, crop_mode=framing.crop_mode) for size in looked.sizes]
     cropped = sum(lost) / len(lost) if lost else None

@@ -16,7 +16,7 @@ from capszoo.errors import CapszooError, first_line, install_hint
 
 from ...images import Framing
 from ..errors import DataError
-from ..readers import LABEL_COLUMNS, MODES, channels_of, decode_image, image_below, image_header
+from ..readers import LABEL_COLUMNS, MODES, decode_image, image_below
 from ..sets import ImageSet, StreamedSet
 from ..specs import Side
 from .common import (
@@ -27,6 +27,7 @@ from .common import (
     folder_spec,
     framing_text,
     locate,
+    look_at_training,
     settled,
     sides,
     to_tensor,
@@ -125,12 +126,11 @@ def open_hub(
     def image_at(index: int) -> tuple[bytes | Path, str]:
         return _cell(looked[index][image], folder, name), name
 
-    if channels is None:
-        channels = channels_of(lambda index: image_header(*image_at(index)), len(looked))
+    look = look_at_training(image_at, len(looked), channels, framing)
     size, side = sides(size, resize)
-    spec = folder_spec(name, label_names, (channels, *size), len(labels), split)
-    spec, framing = settled(spec, framing, image_at, len(looked), side)
-    decoder = _Rows(rows, image, MODES[channels], side, folder, framing)
+    spec = folder_spec(name, label_names, (look.channels, *size), len(labels), split)
+    spec, framing = settled(spec, framing, look, side)
+    decoder = _Rows(rows, image, MODES[look.channels], side, folder, framing)
     return decode_or_stream(spec, split, decoder, labels, side, skipped)
 
 

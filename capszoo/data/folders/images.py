@@ -17,7 +17,7 @@ from capszoo.errors import CapszooError
 from capszoo.images import IMAGE_SUFFIXES, Framing, files_below, is_visible_image
 
 from ..errors import DataError
-from ..readers import MODES, channels_of, decode_image, image_header
+from ..readers import MODES, decode_image
 from ..sets import ImageSet, Origin, StreamedSet, sized
 from ..specs import DatasetSpec, Side, is_text
 from ..summary import shown_suffixes, suffix_of
@@ -28,6 +28,7 @@ from .common import (
     folder_spec,
     framing_text,
     look_alike,
+    look_at_training,
     settled,
     sides,
     to_tensor,
@@ -100,12 +101,11 @@ def open_images(
     if spec is None:
         size, side = sides(size, resize)
         looked = paths if split == "train" else _listed(training, numbers).paths  # one look for all splits
-        if channels is None:
-            channels = channels_of(lambda k: image_header(training / looked[k], looked[k]), len(looked))
-        spec = folder_spec(name, list(numbers), (channels, *size), len(paths), split)
-        spec, framing = settled(
-            spec, framing, lambda k: (training / looked[k], training / looked[k]), len(looked), side
+        look = look_at_training(
+            lambda k: (training / looked[k], training / looked[k]), len(looked), channels, framing
         )
+        spec = folder_spec(name, list(numbers), (look.channels, *size), len(paths), split)
+        spec, framing = settled(spec, framing, look, side)
     else:
         spec, side = sized(replace(spec, label_names=tuple(numbers)), size, resize)
     origin = Origin(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...images import Framing, cropped_share
+from ...images import Framing, ValueRange, cropped_share
 from ..errors import DataError
 from ..readers import (
     idx_pair,
@@ -33,6 +34,7 @@ class Packed(NamedTuple):
         label_names: of the classes.
         size: rows and columns of the model's input, where images of different sizes have been scaled to one; else None.
         cropped: mean share of the images' area that was cropped away.
+        value_range: black and white of images of more than 8 bits a channel, where the set has some.
     """
 
     images: Tensor
@@ -40,6 +42,7 @@ class Packed(NamedTuple):
     label_names: Sequence[str]
     size: tuple[int, int] | None = None
     cropped: float = 0.0
+    value_range: ValueRange | None = None
 
 
 def read_idx(folder: Path, split: str) -> Packed:
@@ -85,7 +88,7 @@ def read_packed_parquet(
         size: side, or rows and columns, of the model's input; None keeps the size of the images.
         resize: those to which they are resized before; None: ``size``.
         channels: 1 or 3; None: as many as the training images have.
-        framing: how they are framed, with a known range of values.
+        framing: how they are framed; None: the middle, and one range of values for the set.
 
     Raises:
         DataError: files are missing, cannot be read, or do not fit into memory.
@@ -101,7 +104,10 @@ def read_packed_parquet(
             f"{folder}: {total / 2**30:.1f} GB of parquet are too much for memory: use hf:{folder}"
         )
     # Colour, size and classes come from the training split, so that all splits agree.
-    training = survey_parquet(parquet_shards(folder, SPLITS["train"]) or shards)
+    known = framing.value_range if framing else "set"
+    training = survey_parquet(parquet_shards(folder, SPLITS["train"]) or shards, ranges=known == "set")
+    value_range = training.value_range if known == "set" else known
+    framing = replace(framing or Framing(), value_range=value_range)
     side, model_size = ((resize or size) if size else None), None
     if side is None and len(training.sizes) > 1:
         model_size, side = sides(size, resize)
@@ -111,9 +117,10 @@ def read_packed_parquet(
         numbers, label_names = torch.tensor(labels, dtype=torch.int64), list(stated)
     else:
         numbers, label_names = encode_labels(labels, training.labels, f"{folder} ({split})")
-    stored, mode = (images.shape[2], images.shape[3]), framing.crop_mode if framing else "center"
+    stored, mode = (images.shape[2], images.shape[3]), framing.crop_mode
     lost = sum(n * cropped_share(one, stored, crop_mode=mode) for one, n in training.sizes.items())
-    return Packed(images, numbers, label_names, model_size, lost / max(training.sizes.total(), 1))
+    cropped = lost / max(training.sizes.total(), 1)
+    return Packed(images, numbers, label_names, model_size, cropped, value_range)
 
 
 def parquet_shards(folder: Path, names: Sequence[str]) -> list[Path]:

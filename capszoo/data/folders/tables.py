@@ -15,11 +15,11 @@ from capszoo.errors import CapszooError
 from capszoo.images import IMAGE_SUFFIXES, Framing, files_below, is_visible_image
 
 from ..errors import DataError
-from ..readers import LABEL_COLUMNS, MODES, channels_of, image_header
+from ..readers import LABEL_COLUMNS, MODES
 from ..roots import environment_roots, given_root
 from ..sets import ImageSet, Origin, StreamedSet
 from ..specs import Side
-from .common import SPLITS, decode_or_stream, encode_labels, folder_spec, settled, sides
+from .common import SPLITS, decode_or_stream, encode_labels, folder_spec, look_at_training, settled, sides
 from .images import FileDecoder
 
 __all__ = ["open_table", "table_splits"]
@@ -171,11 +171,10 @@ def open_table(
     )
     paths = tuple(row.file for row in rows)
     looked = paths if part == "train" else [row.file for row in _found(table, training, files, [])]
-    if channels is None:
-        channels = channels_of(lambda k: image_header(folder / looked[k], looked[k]), len(looked))
+    look = look_at_training(lambda k: (folder / looked[k], looked[k]), len(looked), channels, framing)
     size, side = sides(size, resize)
-    spec = folder_spec(name, label_names, (channels, *size), len(paths), split)
-    spec, framing = settled(spec, framing, lambda k: (folder / looked[k], looked[k]), len(looked), side)
+    spec = folder_spec(name, label_names, (look.channels, *size), len(paths), split)
+    spec, framing = settled(spec, framing, look, side)
     notes = [
         f"{len(parts[key]):,} rows of the split {key} are not read" for key in sorted(parts.keys() - SPLITS)
     ]
@@ -183,7 +182,7 @@ def open_table(
     if unnamed > 0:
         notes.append(f"{unnamed:,} images are not in the table")
     origin = Origin(notes=tuple(notes))
-    decoder = FileDecoder(folder, paths, MODES[channels], side, framing)
+    decoder = FileDecoder(folder, paths, MODES[look.channels], side, framing)
     return decode_or_stream(spec, split, decoder, labels, side, skipped, origin=origin)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...images import Framing
 from ..errors import DataError
-from ..readers import MAX_LABEL, MODES, channels_of, decode_image, image_header
+from ..readers import MAX_LABEL, MODES, decode_image
 from ..sets import ImageSet, StreamedSet
 from ..shards import ShardIndex, expand_shards, member_name, read_index, read_member, shards_of_split
 from ..specs import Side
@@ -25,6 +25,7 @@ from .common import (
     folder_spec,
     framing_text,
     locate,
+    look_at_training,
     settled,
     sides,
     to_tensor,
@@ -136,10 +137,9 @@ def open_shards(
     labels, label_names = _classes(index, looked, f"{name} ({split})")
 
     members = _Members(looked, "L", (1, 1))
-    if channels is None:
-        channels = channels_of(lambda k: image_header(*members.encoded(k)[:2]), len(looked.labels))
+    look = look_at_training(lambda k: members.encoded(k)[:2], len(looked.labels), channels, framing)
     size, side = sides(size, resize)
-    spec = folder_spec(name, label_names, (channels, *size), len(index.labels), split)
-    spec, framing = settled(spec, framing, lambda k: members.encoded(k)[:2], len(looked.labels), side)
-    decoder = _Members(index, MODES[channels], side, framing)
+    spec = folder_spec(name, label_names, (look.channels, *size), len(index.labels), split)
+    spec, framing = settled(spec, framing, look, side)
+    decoder = _Members(index, MODES[look.channels], side, framing)
     return decode_or_stream(spec, split, decoder, labels, side, skipped, torch.from_numpy(index.shards))
