@@ -9,7 +9,7 @@ import typer
 
 from .._pretrained.catalogue import check_model_argument
 from .._utils.choices import CROP_MODES, HEAD_ROUTINGS
-from ..errors import UsageError, unknown_name
+from ..errors import UnknownModel, UsageError, unknown_name
 from .common import SkipBadOption, image_option, parse_size, refuse_unused, was_given
 from .training import (
     AcceptDataOption,
@@ -149,7 +149,7 @@ def finetune_command(
 
     source_name(data)  # reports errors before torch is loaded
     if model is not None:
-        check_model_argument(model)
+        _check_model(model)
     from ..recipes.finetune import finetune
 
     result = finetune(
@@ -172,3 +172,17 @@ def finetune_command(
         accept_data=accept_data,
     )
     print_run(result)
+
+
+def _check_model(name: str) -> None:
+    """Refuse what is no MODEL; a network of timm is a backbone."""
+    try:
+        check_model_argument(name)
+    except UnknownModel as error:
+        from timm.models import is_model
+
+        if not is_model(name):
+            raise
+        raise UsageError(
+            f"{name} is a network of timm, which has no capsules", f"give it a head: --backbone {name}"
+        ) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,16 @@ def test_mistakes_are_one_line(arguments: list[str], message: str, photos: Path,
     result = run("finetune", *arguments, "--data", photos, "--out", tmp_path / "run", *SMALL)
     assert result.exit_code == 2 and message in " ".join(result.output.split())
     assert len(result.output.strip().splitlines()) <= 2 and not (tmp_path / "run").exists()
+
+
+def test_a_network_of_timm_in_place_of_a_model_is_a_backbone(photos: Path, tmp_path: Path) -> None:
+    rest = ("--data", photos, "--out", tmp_path / "run", *SMALL)
+    result = run("finetune", "resnet10t", *rest)
+    assert result.exit_code == 2 and not (tmp_path / "run").exists()
+    remedy = re.findall(r"--backbone \S+", " ".join(result.output.split()))
+    assert remedy == ["--backbone resnet10t"]
+    result = run("finetune", *remedy[0].split(), "--head", "dynamic", "--from-scratch", *rest)
+    assert result.exit_code == 0, result.output
 
 
 def test_without_a_network_and_a_local_copy_one_line_says_so(
