@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import datetime, timezone
 
 import torch
@@ -11,6 +12,7 @@ from timm.utils import ModelEmaV3
 from torch import nn
 
 from capszoo.data import Batches, ImageSet, StreamedSet
+from capszoo.data.specs import both_sides
 from capszoo.layers import engine_report
 
 from ..config import RecipeError
@@ -19,6 +21,7 @@ from ..evaluation.target import evaluation_batch
 from .checkpoints import latest_checkpoint
 from .distributed import TrainingError, gather_object, raise_on_all_ranks, set_seed
 from .early_stop import BestEpoch
+from .estimate import first_update
 from .history import read_records
 from .log import RunLog
 from .routing_probe import RoutingProbe
@@ -100,7 +103,23 @@ def begin_run(run: Run) -> tuple[TrainState, RunLog]:
     if not checkpoint:
         # Detects a folder that cannot be written, and makes a failure in the first updates traceable.
         save_state(run, state)
+    _say_first_update(run, state, log)
     return state, log
+
+
+def _say_first_update(run: Run, state: TrainState, log: RunLog) -> None:
+    """Say how long a slow network shows nothing. Not on a GPU, with several processes or a compiled network."""
+    if run.device.type != "cpu" or run.world > 1 or run.recipe.compile or state.step >= run.total:
+        return
+    spec = run.data.training.spec
+    spec = replace(spec, input_size=(spec.input_size[0], *both_sides(state.batches.target)))
+    seconds = first_update(run.recipe, state.net, spec)
+    if seconds is not None:
+        hours = seconds * (run.total - state.step) / 3600
+        log.say(
+            f"the first update takes about {seconds:.0f} s, all of them {hours:.1f} hours: smaller images, a smaller "
+            "batch or fewer epochs take less"
+        )
 
 
 def begin_stage(run: Run, before: TrainState, log: RunLog) -> TrainState:

@@ -1,25 +1,35 @@
-"""Estimate the duration of a recipe on this machine: time a few updates on random images, times the run's updates."""
+"""Estimate the duration of a recipe on this machine: time a few updates on random images, times the run's updates.
+
+The first update of a run is estimated from a few images, since nothing else can be said before it is over.
+"""
 
 from __future__ import annotations
 
+import copy
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
+from torch import nn
 
 from capszoo._utils.process import keep_freed_memory
 from capszoo.data import DataError, DatasetSpec, dataset_spec
 from capszoo.data.specs import both_sides
+from capszoo.models._feedback import FeedbackAgreement
 
 from ..config import Recipe
 from .setup import create_feedback, create_net, create_optimizer
-from .step import create_step
+from .step import TrainStep, create_step
 
-__all__ = ["Estimate", "estimate"]
+__all__ = ["Estimate", "estimate", "first_update"]
 
 #: Number of timed updates, after one untimed update.
 TIMED = 2
+#: Images that the first update is estimated from: its duration grows linearly with them.
+FEW = (2, 4)
+#: Seconds of an update from which its duration is worth a line.
+SLOW = 10.0
 
 
 @dataclass(frozen=True)
@@ -77,23 +87,16 @@ def _estimate(recipe: Recipe, device: torch.device) -> Estimate:
     if recipe.data.size:
         spec = replace(spec, input_size=(spec.input_size[0], *both_sides(recipe.data.size)))
     torch.manual_seed(recipe.seed)
-    layout = torch.channels_last if recipe.channels_last else torch.contiguous_format
-    net = create_net(recipe, spec).to(device).to(memory_format=layout)  # type: ignore[call-overload]
+    net = create_net(recipe, spec).to(device).to(memory_format=_layout(recipe))  # type: ignore[call-overload]
     feedback = create_feedback(recipe, net)
-    plain = recipe.model_copy(update={"compile": False})
-    step = create_step(plain, net, feedback, spec.multi_label).train()
+    step = _plain_step(recipe, net, feedback, spec)
     optimizer = create_optimizer(recipe, net, feedback)
     part = recipe.batch_size // recipe.accumulate
-    half = recipe.precision in ("bf16", "fp16")
     seconds = 0.0
     for number in range(1 + TIMED):
         start = time.perf_counter()
         for _ in range(recipe.accumulate):
-            images, *others = _random_batch(spec, part, device)
-            batch = (images.contiguous(memory_format=layout), *others)
-            with torch.autocast(device.type, torch.bfloat16) if half else nullcontext():
-                loss, _ = step(*batch)
-            loss.backward()
+            _gradients(recipe, step, spec, part, device)
         optimizer.step()
         optimizer.zero_grad()
         if device.type == "cuda":
@@ -104,6 +107,58 @@ def _estimate(recipe: Recipe, device: torch.device) -> Estimate:
     updates = None if images_of_epoch is None else images_of_epoch // recipe.batch_size * recipe.epochs
     parameters = sum(p.numel() for p in net.parameters())
     return Estimate(str(device), parameters, images_of_epoch, updates, seconds / TIMED)
+
+
+def first_update(recipe: Recipe, net: nn.Module, spec: DatasetSpec) -> float | None:
+    """Seconds of an update on a CPU, by a few images; None if it is short.
+
+    The network and the random numbers of the run stay as they are.
+
+    Args:
+        recipe: of the run.
+        net: its network; a copy computes.
+        spec: of its images, with the size that it is trained at.
+    """
+    if recipe.batch_size <= max(FEW):
+        return None
+    with torch.random.fork_rng(devices=[]):
+        net = copy.deepcopy(net)
+        step = _plain_step(recipe, net, create_feedback(recipe, net), spec)
+
+        def seconds(images: int) -> float:
+            start = time.perf_counter()
+            _gradients(recipe, step, spec, images, torch.device("cpu"))
+            return time.perf_counter() - start
+
+        seconds(FEW[0])  # an engine's first call may compile it
+        few = seconds(FEW[0])
+        if (
+            few / FEW[0] * recipe.batch_size < SLOW
+        ):  # what all updates cost alike is counted for each image here
+            return None
+        a_image = max(0.0, seconds(FEW[1]) - few) / (FEW[1] - FEW[0])
+    total = few + a_image * (recipe.batch_size - FEW[0])
+    return total if total >= SLOW else None
+
+
+def _layout(recipe: Recipe) -> torch.memory_format:
+    return torch.channels_last if recipe.channels_last else torch.contiguous_format
+
+
+def _plain_step(
+    recipe: Recipe, net: nn.Module, feedback: FeedbackAgreement | None, spec: DatasetSpec
+) -> TrainStep:
+    plain = recipe.model_copy(update={"compile": False})
+    return create_step(plain, net, feedback, spec.multi_label).train()
+
+
+def _gradients(recipe: Recipe, step: TrainStep, spec: DatasetSpec, count: int, device: torch.device) -> None:
+    """A forward and a backward pass on random images."""
+    images, *others = _random_batch(spec, count, device)
+    half = recipe.precision in ("bf16", "fp16")
+    with torch.autocast(device.type, torch.bfloat16) if half else nullcontext():
+        loss, _ = step(images.contiguous(memory_format=_layout(recipe)), *others)
+    loss.backward()
 
 
 def _random_batch(spec: DatasetSpec, count: int, device: torch.device) -> tuple[torch.Tensor, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import re
 import shutil
 import signal
 import time
@@ -30,7 +31,7 @@ from capszoo.recipes import train as training
 from capszoo.recipes.config import Recipe, RecipeError
 from capszoo.recipes.evaluation.target import create_for
 from capszoo.recipes.train import TrainingError, train
-from capszoo.recipes.training import begin, checkpoints, setup, step
+from capszoo.recipes.training import begin, checkpoints, estimate, setup, step
 from capszoo.recipes.training import state as state_module
 from capszoo.recipes.training.checkpoints import latest_checkpoint
 from capszoo.recipes.training.distributed import Stopped
@@ -125,6 +126,19 @@ def test_no_room_is_said_before_the_first_update(
     assert train(recipe(), out=tmp_path / "run", data=tiny_mnist, stop_after=1)["step"] == 1
 
 
+def test_a_slow_first_update_is_announced_and_changes_nothing(
+    tiny_mnist: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = []
+    for name, least in (("quick", 1e9), ("slow", 0.0)):
+        monkeypatch.setattr(estimate, "SLOW", least)
+        train(recipe(), out=tmp_path / name, data=tiny_mnist, cpu=True, stop_after=2)
+        said.append(re.findall(r"first update takes about \d+ s", capsys.readouterr().out))
+    assert [len(lines) for lines in said] == [0, 1]
+    quick, slow = (weights(tmp_path / name) for name in ("quick", "slow"))
+    assert all(torch.equal(slow[key], value) for key, value in quick.items())
+
+
 def test_fp16_needs_a_gpu(tiny_mnist: Path, tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match=r"precision fp16 does not work on a CPU: use bf16 or fp32"):
         train(recipe(precision="fp16"), out=tmp_path / "run", data=tiny_mnist, cpu=True)
@@ -165,7 +179,10 @@ def test_bf16_computes_in_bf16_and_keeps_float32_weights(
     def create(*args: Any) -> Any:
         net = original(*args)
         layer = net.get_submodule("stages.stem.conv")
-        layer.register_forward_hook(lambda _, __, y: None if y.is_meta else dtypes.append(y.dtype))
+        # neither shapes alone nor the few images that memory and time are measured on
+        layer.register_forward_hook(
+            lambda _, __, y: dtypes.append(y.dtype) if len(y) == 32 and not y.is_meta else None
+        )
         return net
 
     monkeypatch.setattr(begin, "create_net", create)
@@ -328,9 +345,13 @@ def test_what_a_recipe_says_reaches_batches_and_loss(tiny_mnist, tmp_path, monke
     options, margins = [], []
     real, forward = begin.Batches, SpreadLoss.forward
     monkeypatch.setattr(begin, "Batches", lambda *a, **k: options.append(k) or real(*a, **k))
-    monkeypatch.setattr(
-        SpreadLoss, "forward", lambda self, *a: margins.append(self.current) or forward(self, *a)
-    )
+
+    def note(self: SpreadLoss, scores: torch.Tensor, *labels: torch.Tensor) -> torch.Tensor:
+        if len(scores) == 32:  # not the few images that time is measured on
+            margins.append(self.current)
+        return forward(self, scores, *labels)
+
+    monkeypatch.setattr(SpreadLoss, "forward", note)
     data = {
         "name": "mnist",
         "val_size": 20,
