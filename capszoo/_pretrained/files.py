@@ -236,13 +236,13 @@ def download_weights(
             ) from e
         reason, remedy = refusal(e, repo_id)
         by_hand = (
-            f", or download {ENDPOINT}/{name}/resolve/main/{HUB_FILENAME} as {local_name} into {weights_folders()[0]}"
+            f", or put {ENDPOINT}/{name}/resolve/main/{HUB_FILENAME} into {weights_folders()[0]} as {local_name}"
             if local_name
             else ""
         )
         raise WeightsError(
             f"no weights of {name} on this machine, and the Hub does not give {HUB_FILENAME} ({reason}): "
-            f"{remedy}{by_hand}, or use local weights: a name of capszoo.list_pretrained(), or local-dir:FOLDER"
+            f"{remedy}{by_hand}, or use weights of capszoo.list_pretrained()"
         ) from e
     expected = hub_config(repo_id, cache_dir).sha256 if sha256 is None else sha256
     actual = sha256_of(path)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from capszoo.data import Augment, DataError, normalize
 from capszoo.data.augment import affine_matrices, crop, erase, jitter, resize, share, shift_in_margin, warp
+from tests.support.errors import refuses
 from tests.support.formats import STRONG
 
 
@@ -64,7 +65,7 @@ def test_a_reflected_shift_is_numpys_reflect_padding() -> None:
         y, x = int(top[n]), int(left[n])
         window = padded[n, :, y : y + 7, x : x + 6]
         assert np.array_equal(result[n].numpy(), window[:, :, ::-1] if mirrored[n] else window)
-    with pytest.raises(DataError, match="cannot be reflected"):
+    with refuses(DataError, names=["reflected"]):
         augmented(images, Augment(shift=6, pad_mode="reflect"))
 
 
@@ -218,17 +219,17 @@ def test_drawn_numbers_keep_their_ranges() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"shift": -1}, r"augment.shift: -1 is out of range \(pixels, at least 0\)"),
-        ({"hue": 0.6}, r"augment.hue: 0.6 is out of range \(0 to 0.5\)"),
-        ({"scale": (1.2, 0.8)}, r"augment.scale: \(1.2, 0.8\)"),
-        ({"rotation": 270}, "augment.rotation: 270"),
-        ({"resize": 0}, "augment.resize: 0"),
-        ({"squeeze": 1.0}, "augment.squeeze: 1.0"),
-        ({"erase": -1}, "augment.erase: -1"),
+        ({"shift": -1}, ("augment.shift", "-1", "0")),
+        ({"hue": 0.6}, ("augment.hue", "0.6", "0", "0.5")),
+        ({"scale": (1.2, 0.8)}, ("augment.scale", "1.2", "0.8")),
+        ({"rotation": 270}, ("augment.rotation", "270")),
+        ({"resize": 0}, ("augment.resize", "0")),
+        ({"squeeze": 1.0}, ("augment.squeeze", "1.0")),
+        ({"erase": -1}, ("augment.erase", "-1")),
     ],
 )
 def test_impossible_settings(settings: dict, message: str) -> None:
-    with pytest.raises(DataError, match=message):
+    with refuses(DataError, names=message):
         Augment(**settings)
 
 
@@ -278,7 +279,7 @@ def test_erase_blackens_one_square_inside() -> None:
 
 def test_colour_needs_three_channels() -> None:
     Augment(brightness=0.2, contrast=0.2).check_channels(2)
-    with pytest.raises(DataError, match="need 3 channels, the images have 1"):
+    with refuses(DataError, names=["3", "1", "channels"]):
         Augment(hue=0.1).check_channels(1)
 
 

@@ -19,6 +19,7 @@ from capszoo.data import DataError, load_dataset
 from capszoo.data import download as download_module
 from capszoo.data.download import RemoteFile, fetch, remote_files
 from tests.support.command import fails, succeeds
+from tests.support.errors import refuses
 from tests.support.formats import write_idx
 
 
@@ -68,7 +69,7 @@ def test_fetched_only_when_told_where_to(
 ) -> None:
     archive = offer_cifar100(served, monkeypatch)
     monkeypatch.delenv("CAPSZOO_DATA", raising=False)
-    with pytest.raises(DataError, match="not found"):
+    with refuses(DataError, names=["found"]):
         load_dataset("cifar100", "test", count=1)
     target = tmp_path / "here"
     assert load_dataset("cifar100", "test", count=1, download=target).labels.tolist() == [42]
@@ -92,7 +93,7 @@ def test_a_silent_address_is_given_up(tmp_path: Path, monkeypatch: pytest.Monkey
     with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts connections and never answers
         file = RemoteFile((f"http://127.0.0.1:{silent.getsockname()[1]}/x.gz",), "0" * 32)
         monkeypatch.setattr(download_module, "remote_files", lambda name, split: (file,))
-        with pytest.raises(DataError, match="cannot fetch x.gz: .*timed out"):
+        with refuses(DataError, names=["x.gz"]):
             fetch("mnist", "test", tmp_path / "here")
     assert socket.getdefaulttimeout() is None and not (tmp_path / "here").exists()
 
@@ -109,9 +110,7 @@ def test_mirrors_and_truncated_files(
     assert md5(fetch("mnist", "test", tmp_path / "here") / path.name) == md5(path), "mended"
     path.unlink()
     (target / path.name).unlink()
-    with pytest.raises(
-        DataError, match="cannot fetch t10k-labels-idx1-ubyte.gz: .*gone.*; .*: File not found"
-    ):
+    with refuses(DataError, names=["t10k-labels-idx1-ubyte.gz"]):
         fetch("mnist", "test", tmp_path / "here")
 
 
@@ -134,9 +133,9 @@ def test_command_line(served: tuple[Path, str], tmp_path: Path, monkeypatch: pyt
     offer_cifar100(served, monkeypatch)
     here = tmp_path / "here"
     assert f"check cifar100 --data {here}" in succeeds("data", "fetch", "cifar100", "--to", here)
-    assert "1 images, expected 50000" in fails(1, "data", "check", "cifar100", "--data", here)
-    assert "capszoo data h-imagenet" in fails(1, "data", "fetch", "h_imagenet", "--to", tmp_path)
-    assert "did you mean 'cifar100'" in fails(1, "data", "fetch", "cifar1000", "--to", tmp_path)
+    fails(1, "data", "check", "cifar100", "--data", here, names=["1", "50000", "expected"])
+    fails(1, "data", "fetch", "h_imagenet", "--to", tmp_path, names=["capszoo", "h-imagenet"])
+    fails(1, "data", "fetch", "cifar1000", "--to", tmp_path, names=["cifar100"])
     listed = succeeds("data", "list")
     assert "smallnorb_azimuth" in listed and "imagefolder:…" in listed
 
@@ -150,5 +149,5 @@ def test_a_damaged_file_of_an_archive_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "set" / "train.bin").write_bytes(b"BAD!")  # as long
     download_module._extract(tmp_path / "set.tar", "set/train.bin", tmp_path)
     assert (tmp_path / "set" / "train.bin").read_bytes() == b"good"
-    with pytest.raises(DataError, match="has no absent"):
+    with refuses(DataError, names=["absent"]):
         download_module._extract(tmp_path / "set.tar", "absent", tmp_path)

@@ -26,6 +26,7 @@ from capszoo.data.specs import source_name
 from capszoo.data.summary import summarise
 from capszoo.images import Framing
 from tests.support.command import succeeds
+from tests.support.errors import assert_names, refuses
 from tests.support.formats import write_idx, write_image, write_parquet
 
 
@@ -118,14 +119,15 @@ def test_a_broken_link_is_an_unreadable_image(pictures: Path, monkeypatch: pytes
 def test_a_damaged_image_is_one_line(pictures: Path, monkeypatch: pytest.MonkeyPatch, workers: int) -> None:
     path = pictures / "train" / "dog" / "1.jpg"
     path.write_bytes(path.read_bytes()[:100])
-    with pytest.raises(DataError, match="1.jpg: cannot be read"):
+    with refuses(DataError, names=["1.jpg"]):
         load_dataset(f"imagefolder:{pictures}", "train", size=14)
     streamed(monkeypatch)
     read = load_dataset(f"imagefolder:{pictures}", "train", size=14)
     assert isinstance(read, StreamedSet)
-    with pytest.raises(DataError, match="1.jpg: cannot be read") as caught:
+    with refuses(DataError, names=["1.jpg"]) as caught:
         list(Batches(replace(read, workers=workers), 12).epoch())
-    assert "\n" not in str(caught.value) and "goes on with --accept-data" in str(caught.value)
+    assert_names(str(caught.value), ["--accept-data"])
+    assert "\n" not in str(caught.value)
 
 
 def test_a_folder_has_one_name(pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,17 +136,17 @@ def test_a_folder_has_one_name(pictures: Path, monkeypatch: pytest.MonkeyPatch) 
     assert set(names) == {f"imagefolder:{pictures.name}"}
     other = Path(os.fsdecode(b"not-\xff-utf8"))
     other.mkdir()
-    with pytest.raises(DataError, match="the folder's name is not UTF-8"):
+    with refuses(DataError, names=["UTF-8"]):
         source_name(other)
     (other / "\U0001f600").mkdir()  # a character above the bytes that are no text hid them
-    with pytest.raises(DataError, match="the folder's name is not UTF-8"):
+    with refuses(DataError, names=["UTF-8"]):
         source_name(other / "\U0001f600")
 
 
 def test_an_unknown_home_folder_is_a_folder_that_is_missing(
     pictures: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(DataError, match="~nobody-here/x: no such folder; --data takes a folder"):
+    with refuses(DataError, names=["~nobody-here/x", "--data"]):
         load_dataset(f"imagefolder:{pictures.name}", "train", "~nobody-here/x")
     monkeypatch.setenv("CAPSZOO_DATA", os.pathsep.join(("~nobody-here", str(pictures.parent))))
     assert len(load_dataset(f"imagefolder:{pictures.name}", "train", size=8))
@@ -152,21 +154,21 @@ def test_an_unknown_home_folder_is_a_folder_that_is_missing(
 
 def test_imagefolder_mistakes(pictures: Path) -> None:
     name = f"imagefolder:{pictures}"
-    with pytest.raises(DataError, match="no such folder: .*nowhere"):
+    with refuses(DataError, names=["folder", "nowhere"]):
         load_dataset("imagefolder:nowhere", "train")
-    with pytest.raises(DataError, match="unknown split 'extra'"):
+    with refuses(DataError, names=["extra"]):
         load_dataset(name, "extra")
-    with pytest.raises(DataError, match="resized to 10 pixels are smaller than the 14"):
+    with refuses(DataError, names=["10", "14", "resized"]):
         load_dataset(name, "train", size=14, resize=10)
     write_image(pictures / "val" / "cow" / "0.png", np.zeros((5, 5, 3), np.uint8))
-    with pytest.raises(DataError, match="has the class cow, which .*train lacks"):
+    with refuses(DataError, names=["class", "lacks"]):
         load_dataset(name, "test")
     (pictures / "train" / "ant").mkdir()
-    with pytest.raises(DataError, match="train: the class ant has no images: add some, or remove its folder"):
+    with refuses(DataError, names=["images", "folder"]):
         load_dataset(name, "train")
-    with pytest.raises(DataError, match="has no sub-folder test or val"):
+    with refuses(DataError, names=["sub-folder", "test"]):
         load_dataset(f"imagefolder:{pictures / 'train'}", "test")
-    with pytest.raises(DataError, match="images and no class folders: put the images of each class"):
+    with refuses(DataError, names=["images", "folders"]):
         load_dataset(f"imagefolder:{pictures / 'train' / 'dog'}", "train")
 
 
@@ -193,7 +195,7 @@ def test_parquet_folder(tmp_path: Path) -> None:
     table = pq.read_table(path).replace_schema_metadata({"huggingface": json.dumps(stated)})
     pq.write_table(table, path)
     assert load_dataset(f"parquet:{tmp_path}", "test").spec.label_names == ("a", "b", "c")
-    with pytest.raises(DataError, match="no parquet files of a train split"):
+    with refuses(DataError, names=["parquet", "files"]):
         path.rename(tmp_path / "test.parquet")
         (tmp_path / "train-00000-of-00001.parquet").unlink()
         load_dataset(f"parquet:{tmp_path}", "train")
@@ -202,7 +204,7 @@ def test_parquet_folder(tmp_path: Path) -> None:
 def test_large_parquet_goes_another_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_parquet(tmp_path / "train.parquet", np.zeros((4, 30, 30, 3), np.uint8), [0, 2, 1, 2])
     streamed(monkeypatch)
-    with pytest.raises(DataError, match=f"too much for memory: use hf:{tmp_path}"):
+    with refuses(DataError, names=[f"hf:{tmp_path}"]):
         load_dataset(f"parquet:{tmp_path}", "train")
 
 
@@ -217,7 +219,7 @@ def test_idx_folder(tmp_path: Path) -> None:
         12,
         12,
     )
-    with pytest.raises(DataError, match="no idx files of a train split"):
+    with refuses(DataError, names=["files", "split"]):
         load_dataset(f"idx:{tmp_path.parent}", "train")
 
 
@@ -289,7 +291,7 @@ def test_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     good = {"bytes": (tmp_path / "raw" / "test" / "0.png").read_bytes(), "path": None}
     rows = {"picture": [good, None, good], "kind": [0, 1, 1]}
     datasets.Dataset.from_dict(rows, features=features).to_parquet(test_file)
-    with pytest.raises(DataError, match="^row 1 of picture: no image; mend or remove"):
+    with refuses(DataError, names=["1", "picture"]):
         load_dataset(name, "test", size=16)
     skipped: list[str] = []
     assert len(load_dataset(name, "test", size=16, skipped=skipped)) == 2
@@ -301,11 +303,11 @@ def test_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         rows = {"picture": [{"bytes": path.read_bytes(), "path": None}] * 3, "kind": labels}
         datasets.Dataset.from_dict(rows, features=features).to_parquet(test_file)
         if 0 in labels:
-            with pytest.raises(DataError, match="some images of test have no label"):
+            with refuses(DataError, names=["images", "label"]):
                 load_dataset(name, "test", size=16)
         else:
             assert find_splits(name) == {"train"}
-            with pytest.raises(DataError, match="has the splits train, none of test"):
+            with refuses(DataError, names=["splits", "train"]):
                 load_dataset(name, "test", size=16)
     test_file.write_bytes(labelled)
 
@@ -315,7 +317,7 @@ def test_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pq.write_table(
         table.set_column(table.schema.get_field_index("kind"), table.schema.field("kind"), beyond), test_file
     )
-    with pytest.raises(DataError, match=r"\(test\): a label is 7, but there are 2 class names$"):
+    with refuses(DataError, names=["7", "2", "class"]):
         load_dataset(name, "test", size=16)
     test_file.write_bytes(labelled)
 
@@ -338,12 +340,9 @@ def test_a_repository_is_fetched_only_to_a_folder(monkeypatch: pytest.MonkeyPatc
         raise OSError("no route to the Hub\nand much more")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", unreachable)
-    with pytest.raises(
-        DataError,
-        match="only when told where to: capszoo data fetch hf:some/thing --to FOLDER, then give --data FOLDER",
-    ):
+    with refuses(DataError, names=["hf:some/thing", "--to", "FOLDER", "--data"]):
         load_dataset("hf:some/thing", "train")
-    with pytest.raises(DataError, match="cannot fetch hf:some/thing: no route to the Hub$"):
+    with refuses(DataError, names=["hf:some/thing"]):
         load_dataset("hf:some/thing", "train", download=tmp_path)
 
 
@@ -405,7 +404,7 @@ def test_unreadable_images_are_left_out(
     for number, path in ((1, "cat/1.jpg"), (6, "dog/0.png")):
         (pictures / "train" / path).write_bytes(b"nothing")
         assert whole.labels[number] == (0 if path.startswith("cat") else 1)
-    with pytest.raises(DataError, match="1.jpg: not an image.*, and 1 more: .*0.png.*skip_bad"):
+    with refuses(DataError, names=["1.jpg", "1", "0.png", "skip_bad"]):
         load_dataset(name, "train", size=14)
     if not in_memory:
         streamed(monkeypatch)
@@ -425,7 +424,7 @@ def test_splits_by_name(pictures: Path) -> None:
     assert len(load_dataset(f"imagefolder:{pictures}", "val", size=14)) == 4
     (pictures / "val").rename(pictures / "test")
     assert folders_module.find_splits(f"imagefolder:{pictures}") == {"train", "test"}
-    with pytest.raises(DataError, match="has no sub-folder val or validation"):
+    with refuses(DataError, names=["sub-folder", "validation"]):
         load_dataset(f"imagefolder:{pictures}", "val", size=14)
     flat = pictures / "train"
     assert folders_module.find_splits(f"imagefolder:{flat}") == {"train"}
@@ -450,11 +449,10 @@ def test_hidden_folders_are_no_classes_and_gifs_are_images(pictures: Path) -> No
 def test_splits_under_other_names_are_no_classes(pictures: Path, names: tuple[str, str]) -> None:
     for old, new in zip(("train", "val"), names, strict=True):
         (pictures / old).rename(pictures / new)
-    refused = f"the sub-folder {names[1]}, which is a split and no class: rename the splits"
-    with pytest.raises(DataError, match=refused):
+    with refuses(DataError, names=[names[1], "split"]):
         load_dataset(f"imagefolder:{pictures}", "train", size=8)
     (pictures / names[0]).rename(pictures / "train")  # the other one would be ignored
-    with pytest.raises(DataError, match=refused):
+    with refuses(DataError, names=[names[1], "split"]):
         load_dataset(f"imagefolder:{pictures}", "train", size=8)
     (pictures / "train").rename(pictures / names[0])
     (pictures / names[1]).rename(pictures / "bus")  # a class of its name
@@ -469,7 +467,7 @@ def test_a_class_name_that_is_no_text_is_refused_before_training(tmp_path: Path)
         except OSError:
             pytest.skip("the file system refuses names that are no UTF-8")
         write_image(folder / "0.png", np.zeros((9, 9), np.uint8))
-    with pytest.raises(DataError, match="has a name that is no text: rename it"):
+    with refuses(DataError, names=["name", "rename"]):
         load_dataset(f"imagefolder:{tmp_path}", "train", size=8)
 
 
@@ -498,7 +496,7 @@ def test_check_decodes_sets_that_are_streamed(pictures: Path, monkeypatch: pytes
     assert len(list(check_set(f"imagefolder:{pictures}"))) == 3
     damaged = pictures / "train" / "dog" / "0.png"
     damaged.write_bytes(damaged.read_bytes()[:60])
-    with pytest.raises(DataError, match=r"dog/0\.png: (cannot be read|not an image).*mend or remove"):
+    with refuses(DataError, names=["dog/0.png"]):
         list(check_set(f"imagefolder:{pictures}"))
 
 
@@ -521,7 +519,7 @@ def test_parquet_reads_two_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert found.labels.tolist() == [1, 0, 1, 0]
     assert found.spec.label_names == ("0", "1"), "the names belong to the other column of labels"
     monkeypatch.setattr(readers, "MAX_FILE_BYTES", 10_000)  # 10,800 decoded
-    with pytest.raises(DataError, match="too much for memory"):
+    with refuses(DataError, names=["much", "memory"]):
         load_dataset(f"parquet:{tmp_path}", "train")
 
 
@@ -645,7 +643,7 @@ def test_classes_may_have_the_name_of_a_split(tmp_path: Path, names: tuple[str, 
 
 def test_splits_without_classes_are_no_classes(tmp_path: Path) -> None:
     put(tmp_path, "train", "test")
-    with pytest.raises(DataError, match="train has no class folders"):
+    with refuses(DataError, names=["class", "folders"]):
         read(tmp_path)
 
 
@@ -659,7 +657,7 @@ def test_folders_beside_the_splits_are_named(tmp_path: Path, beside: tuple[str, 
 
 def test_splits_of_other_names_are_no_classes(tmp_path: Path) -> None:
     put(tmp_path, "fit/a", "fit/b", "dev/a", "dev/b")
-    with pytest.raises(DataError, match="the sub-folder dev, which is a split"):
+    with refuses(DataError, names=["sub-folder", "split"]):
         read(tmp_path)
 
 
@@ -682,7 +680,7 @@ def test_files_of_other_suffixes_are_counted(tmp_path: Path) -> None:
     assert "left out: 2 .heic, 1 without a suffix" in sentence
     for file in (tmp_path / "b").iterdir():
         file.rename(file.with_suffix(".heic"))
-    with pytest.raises(DataError, match=r"class b has no images, but 2 \.heic.*\.png"):
+    with refuses(DataError, names=[".heic", "PNG"]):
         read(tmp_path)
 
 
@@ -764,12 +762,12 @@ def test_class_names_in_two_forms_of_unicode_are_one(tmp_path: Path) -> None:
     assert read(tmp_path, "test").spec.label_names == ("Cats", composed)
     for other in ("cats", "Cats ", "C ats"):
         (place,) = (put(tmp_path, f"test/{other}") / "test" / other,)
-        with pytest.raises(DataError, match=f"class '{other}', which .* lacks .*'Cats' in (case|spaces)"):
+        with refuses(DataError, names=[f"'{other}'", "'Cats'"]):
             read(tmp_path, "test")
         shutil.rmtree(place)
     put(tmp_path, f"train/{apart}")
     if len(os.listdir(tmp_path / "train")) == 3:  # else the file system has one form
-        with pytest.raises(DataError, match="two folders of the name"):
+        with refuses(DataError, names=["folders", "name"]):
             read(tmp_path)
 
 
@@ -803,7 +801,7 @@ def test_a_table_has_splits(tmp_path: Path) -> None:
     assert find_splits(f"csv:{table}") == {"train", "val", "test"}
     assert [len(read(f"csv:{table}", split)) for split in ("train", "val", "test")] == [2, 1, 1]
     assert any("split spare" in note for note in read(f"csv:{table}").origin.notes)
-    with pytest.raises(DataError, match="'c', which no training image has"):
+    with refuses(DataError, names=["c"]):
         table.write_text("\n".join(["image_id,label,split", *rows[:3], "3,c,test"]))
         read(f"csv:{table}", "test")
 
@@ -811,21 +809,21 @@ def test_a_table_has_splits(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "is empty"),
-        ("file_name,label\n0.png,a\n/etc/hostname,a\n", "'/etc/hostname' is the name of no image"),
-        ("file_name,label\n0.png,a\n../0.png,a\n", r"'\.\./0\.png' is the name of no image"),
-        ("file_name,label\n0.png,a\n0.png,b\n", "names 0.png twice"),
-        ("file_name,label\n0.png,\n1.png,a\n", "empty label"),
-        ("file_name,label,x\n0.png,a\n", "row 2 has 2 cells"),
-        ("file_name,MEL,NV\n0.png,1,0\n", "no column of labels among file_name, MEL, NV"),
+        ("", "empty"),
+        ("file_name,label\n0.png,a\n/etc/hostname,a\n", "/etc/hostname"),
+        ("file_name,label\n0.png,a\n../0.png,a\n", "../0.png"),
+        ("file_name,label\n0.png,a\n0.png,b\n", "0.png"),
+        ("file_name,label\n0.png,\n1.png,a\n", ("empty", "label")),
+        ("file_name,label,x\n0.png,a\n", ("2", "cells")),
+        ("file_name,MEL,NV\n0.png,1,0\n", ("file_name", "MEL", "NV")),
     ],
 )
 def test_mistakes_in_a_table(tmp_path: Path, text: str, message: str) -> None:
     put(tmp_path, ".")
     (tmp_path / "t.csv").write_text(text)
-    with pytest.raises(DataError, match=message):
+    with refuses(DataError, names=message):
         read(f"csv:{tmp_path / 't.csv'}")
-    with pytest.raises(DataError, match="no such file"):
+    with refuses(DataError, names=["file"]):
         read(f"csv:{tmp_path / 'gone.csv'}")
 
 
@@ -849,7 +847,7 @@ def test_parquet_and_idx_labels_need_not_be_indices(tmp_path: Path) -> None:
         assert [names[k] for k in found.labels] == list(map(str, labels))
         assert load_dataset(f"parquet:{tmp_path}", "test").spec.label_names == names
     write_parquet(tmp_path / "test.parquet", images[:1], ["A"])
-    with pytest.raises(DataError, match="the label 'A', which no training image has .*'a' in case"):
+    with refuses(DataError, names=["A", "a"]):
         load_dataset(f"parquet:{tmp_path}", "test")
     write_idx(tmp_path / "train-images-idx3-ubyte", images)
     write_idx(tmp_path / "train-labels-idx1-ubyte", np.arange(1, 5))
@@ -880,9 +878,7 @@ def test_a_repository_with_text_or_numbers_as_labels(
     assert found.labels.tolist() == [0, 1, 0]
     assert sorted(tmp_path.rglob("*")) == before, "nothing is written beside the data"
     (tmp_path / "set" / "train" / "metadata.csv").write_text(f"file_name,weight\n{rows}")
-    with pytest.raises(
-        DataError, match=r"no column of a class label among .*weight \((large_string|string|int64)\)"
-    ):
+    with refuses(DataError, names=["weight"]):
         read(f"hf:{tmp_path / 'set'}")
     monkeypatch.setenv("CAPSZOO_CACHE", str(tmp_path / "set" / "train" / "0.png"))
     with pytest.raises(DataError, match="CAPSZOO_CACHE"):

@@ -23,6 +23,7 @@ from capszoo.data.generate import ByClass, Distort, Overlay, Scatter, place
 from capszoo.data.sources import compose
 from capszoo.losses import bce_loss, margin_loss
 from tests.support import packed
+from tests.support.errors import refuses
 from tests.support.formats import write_idx
 
 
@@ -201,17 +202,17 @@ def test_by_name_from_mnist_files(digits: ImageSet, tmp_path: Path, monkeypatch:
         batch = next(Batches(train, 8).epoch())  # evaluation on training digits works too
         assert batch.pixels.shape[1:] == train.spec.input_size
     assert len(load_dataset("affnist", "expanded", tmp_path)) == 40
-    with pytest.raises(DataError, match="there are train, test, expanded"):
+    with refuses(DataError, names=["train", "expanded"]):
         load_dataset("affnist", "validation", tmp_path)
     assert len(load_dataset("multimnist", "train", tmp_path, size=36, resize=36)) == 60
-    with pytest.raises(DataError, match="composed at 36 pixels and cannot be resized"):
+    with refuses(DataError, names=["36", "composed"]):
         load_dataset("multimnist", "train", tmp_path, resize=40)
 
 
 def test_mistakes_are_one_line(digits: ImageSet) -> None:
-    with pytest.raises(DataError, match="augment must be left out"):
+    with refuses(DataError, names=["augment", "left"]):
         Batches(composed("multimnist", digits), 8, train=True, augment=Augment(flip=True))
     Batches(composed("affnist", digits), 8, train=True, augment=Augment(rotation=5))
     ones = digits.subset((digits.labels == 1).nonzero()[:, 0])
-    with pytest.raises(DataError, match="at least two classes"):
+    with refuses(DataError, names=["two", "classes"]):
         next(Batches(composed("multimnist", ones), 8, train=True).epoch())

@@ -18,6 +18,7 @@ from capszoo._utils.files import read_npz
 from capszoo.data import DataError, load_dataset, readers
 from capszoo.data.readers import image_below, parquet_label_names, read_idx, read_parquet, read_svhn_mat
 from capszoo.errors import CapszooError
+from tests.support.errors import refuses
 
 pa = pytest.importorskip("pyarrow", reason="parquet files need pyarrow")
 pq = pytest.importorskip("pyarrow.parquet", reason="parquet files need pyarrow")
@@ -53,15 +54,13 @@ def test_a_table_does_not_read_files_of_this_machine(tmp_path: Path, monkeypatch
     for cell in (str(secret), str(tmp_path / "pipe"), "/dev/zero", "x\0y"):
         for column in ([cell] * 6, [{"bytes": None, "path": cell}] * 6):
             _table(tmp_path, column)
-            with pytest.raises(
-                DataError, match="names its images by path only, and files of this machine are not"
-            ):
+            with refuses(DataError, names=["images", "machine"]):
                 load_dataset(f"parquet:{tmp_path}", "train")
     assert not opened
     monkeypatch.setenv("CAPSZOO_IMAGE_PATHS", str(below))  # the option
     for cell in (str(secret), "../secret.png", str(tmp_path / "pipe"), "absent.png", ".", "x\0y"):
         _table(tmp_path, [cell] * 6)
-        with pytest.raises(DataError, match="which is no file below"):
+        with refuses(DataError, names=["file", "below"]):
             load_dataset(f"parquet:{tmp_path}", "train")
     assert not opened
     _table(tmp_path, ["own.png"] * 2)
@@ -72,7 +71,7 @@ def test_a_link_out_of_the_folder_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     (tmp_path / "out.png").write_bytes(_png())
     (tmp_path / "in" / "link.png").symlink_to(tmp_path / "out.png")
-    with pytest.raises(DataError, match="no file below"):
+    with refuses(DataError, names=["file", "below"]):
         image_below(tmp_path / "in", "link.png", "a table")
 
 
@@ -84,7 +83,7 @@ def test_a_label_is_a_class_and_there_are_not_many(tmp_path: Path, label: int, s
     _table(tmp_path, [_png()] * 2, [0, 1]).rename(tmp_path / "test.parquet")
     path = _table(tmp_path, [_png()] * 6, [0, 1, 2, 3, 4, label])
     start = time.monotonic()
-    with pytest.raises(DataError, match="labels run from"):
+    with refuses(DataError, names=["labels", "run"]):
         load_dataset(f"parquet:{tmp_path}", split)
     assert time.monotonic() - start < 5 and path.stat().st_size < 10_000
 
@@ -94,12 +93,12 @@ def test_a_label_is_a_class_and_there_are_not_many(tmp_path: Path, label: int, s
 )
 def test_labels_are_whole_numbers_or_text(tmp_path: Path, labels: list[Any]) -> None:
     path = _table(tmp_path, [_png()] * 2, labels)
-    with pytest.raises(DataError, match="the column 'label' holds .*; labels are whole numbers"):
+    with refuses(DataError, names=["label", "column", "numbers"]):
         read_parquet([path], 1)
 
 
 def test_the_labels_of_a_named_data_set_are_numbers(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="labels are text"):
+    with refuses(DataError, names=["labels", "text"]):
         read_parquet([_table(tmp_path, [_png()] * 2, ["0", "1"])], 1)
 
 
@@ -122,7 +121,7 @@ def test_a_value_that_stands_in_every_row(tmp_path: Path, monkeypatch: pytest.Mo
     path = tmp_path / "train-0.parquet"
     pq.write_table(pa.table({"image": values, "label": [0] * 500}), path, compression="zstd")
     assert path.stat().st_size < 2_000
-    with pytest.raises(DataError, match="train-0.parquet unpacks to over .*, too much for memory: use hf:"):
+    with refuses(DataError, names=["train-0.parquet", "unpacks", "memory"]):
         read_parquet([path], 1)
 
 
@@ -134,7 +133,7 @@ def test_damaged_tables_are_one_line(tmp_path: Path) -> None:
         with pytest.raises(DataError):
             read_parquet([path], 1)
     _table(tmp_path, pa.array([], pa.binary()), pa.array([], pa.int64()))
-    with pytest.raises(DataError, match="holds no images"):
+    with refuses(DataError, names=["holds", "images"]):
         read_parquet([path], 1)
 
 
@@ -161,11 +160,11 @@ def test_a_packed_file_is_not_unpacked_beyond_its_size(
     taken: list[int] = []
     read = gzip.GzipFile.read
     monkeypatch.setattr(gzip.GzipFile, "read", lambda self, n=-1: (taken.append(n), read(self, n))[1])
-    with pytest.raises(DataError, match="holds more than 7,841,024 bytes, which no such file does"):
+    with refuses(DataError, names=["7,841,024", "holds", "bytes"]):
         load_dataset("mnist", "test", tmp_path)
     assert taken and all(0 < n < 8 * 2**20 for n in taken)
     monkeypatch.setattr(readers, "MAX_FILE_BYTES", 2**20)
-    with pytest.raises(DataError, match="holds more than 1,048,576 bytes"):
+    with refuses(DataError, names=["1,048,576", "holds", "bytes"]):
         read_idx(tmp_path / "t10k-images-idx3-ubyte.gz", readers.MAX_FILE_BYTES)
 
 
@@ -184,15 +183,15 @@ def test_arrays_of_zeros_are_not_unpacked(tmp_path: Path) -> None:
     path = tmp_path / "golden.npz"
     np.savez_compressed(path, pixels=np.zeros((2**22,), np.uint8), scores=np.zeros(3))
     assert path.stat().st_size < 10_000
-    with pytest.raises(CapszooError, match="golden.npz: unpacks to 4 MiB, more than 1 MiB"):
+    with refuses(CapszooError, names=["golden.npz", "4", "MiB", "1", "unpacks"]):
         read_npz(path, ("pixels",), max_bytes=2**20)
     assert read_npz(path, ("pixels",))["pixels"].shape == (2**22,)
-    with pytest.raises(CapszooError, match="lacks the array 'x'"):
+    with refuses(CapszooError, names=["x", "lacks", "array"]):
         read_npz(path, ("x",))
     content = path.read_bytes()
     for cut in (0, 1, 30, len(content) // 2, len(content) - 5):
         path.write_bytes(content[:cut])
-        with pytest.raises(CapszooError, match="golden.npz: not readable"):
+        with refuses(CapszooError, names=["golden.npz", "readable"]):
             read_npz(path, ("pixels",))
 
 
@@ -202,6 +201,6 @@ def test_no_pickle_in_arrays(tmp_path: Path) -> None:
             return os.mkdir, (str(tmp_path / "ran"),)
 
     np.savez(tmp_path / "a.npz", pixels=np.array([Canary()], dtype=object), allow_pickle=True)
-    with pytest.raises(CapszooError, match="a.npz: not readable"):
+    with refuses(CapszooError, names=["a.npz", "readable"]):
         read_npz(tmp_path / "a.npz", ("pixels",))
     assert not (tmp_path / "ran").exists()

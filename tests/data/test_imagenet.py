@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from capszoo.data import DataError, load_dataset
 from capszoo.data.imagenet import Ilsvrc, build, class_accuracies, hardest, load_judge
 from tests.support.command import fails, succeeds
+from tests.support.errors import assert_names, refuses
 from tests.support.formats import write_image
 
 CLASSES = ["n00000001", "n00000002", "n00000003"]
@@ -68,7 +69,7 @@ def test_accuracies_choose_the_classes(ilsvrc: Path) -> None:
     assert accuracies == dict(zip(CLASSES, (1.0, 0.5, 0.0), strict=True))
     assert hardest(accuracies, 2) == CLASSES[1:]
     assert hardest(dict.fromkeys(CLASSES, 0.5), 2) == CLASSES[:2]
-    with pytest.raises(DataError, match="200 classes cannot be chosen out of 3"):
+    with refuses(DataError, names=["200", "3", "classes"]):
         hardest(accuracies)
 
 
@@ -90,7 +91,7 @@ def test_build_and_load(ilsvrc: Path, tmp_path: Path) -> None:
     test = load_dataset("h_imagenet", "test", tmp_path / "data", size=224, resize=256)
     assert test.size == (256, 256) and test.labels.tolist() == [0, 0, 0, 1, 1, 1]
     next((out / "val" / CLASSES[2]).glob("*.jpg")).unlink()
-    with pytest.raises(DataError, match=r"holds 5 images of h-ImageNet \(test\), its manifest says 6"):
+    with refuses(DataError, names=["5", "h-ImageNet", "6"]):
         load_dataset("h_imagenet", "test", tmp_path / "data")
 
 
@@ -122,23 +123,23 @@ def test_the_command_builds_it(
         line = fails(1, "data", "h-imagenet", ilsvrc, tmp_path / "other", "--accuracies", listed)
         assert "accuracies.json" in line and not (tmp_path / "other").exists()
     assert text.splitlines()[0].startswith("train: 6 images (the paper has ")
-    with pytest.raises(DataError, match="cannot load ResNet-18's weights: .*; give a file"):
+    with refuses(DataError, names=["ResNet-18"]):
         load_judge(tmp_path / "none.safetensors")
 
 
 def test_mistakes_are_one_line(ilsvrc: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match="build it once: capszoo data h-imagenet"):
+    with refuses(DataError, names=["capszoo", "h-imagenet"]):
         load_dataset("h_imagenet", "train", tmp_path / "empty")
-    with pytest.raises(DataError, match="is no copy of ILSVRC 2012: .* is missing"):
+    with refuses(DataError, names=["ILSVRC", "2012"]):
         Ilsvrc(tmp_path / "empty")
-    with pytest.raises(DataError, match="has no class n9, which the accuracies name"):
+    with refuses(DataError, names=["n9"]):
         build(ilsvrc, tmp_path / "out", {**dict.fromkeys(CLASSES, 0.5), "n9": 0.0}, count=2)
     listed = tmp_path / "accuracies.json"
     listed.write_text(json.dumps(dict.fromkeys(CLASSES, 0.5)))
     line = fails(1, "data", "h-imagenet", ilsvrc, tmp_path / "out", "--accuracies", listed)
-    assert "200 classes cannot be chosen out of 3" in line
+    assert_names(line, ["200", "3", "classes"])
     note = ilsvrc / "Annotations" / "CLS-LOC" / "val" / "ILSVRC2012_val_00000000.xml"
     note.write_text("<annotation><object>")
-    with pytest.raises(DataError, match="00000000.xml is damaged"):
+    with refuses(DataError, names=["ILSVRC2012_val_00000000.xml"]):
         list(Ilsvrc(ilsvrc).validation())

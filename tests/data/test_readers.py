@@ -17,6 +17,7 @@ from capszoo.data.readers import (
     read_parquet,
     read_svhn_mat,
 )
+from tests.support.errors import refuses
 from tests.support.formats import write_idx, write_image, write_norb_matrix, write_parquet, write_svhn
 
 
@@ -40,19 +41,19 @@ def test_idx_damage_is_one_line(tmp_path: Path, rng: np.random.Generator) -> Non
     array = rng.integers(0, 256, (5, 4, 3), dtype=np.uint8)
     path = write_idx(tmp_path / "x", array)
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(DataError, match=r"truncated or padded: 75 bytes, its header promises 76"):
+    with refuses(DataError, names=["75", "76", "truncated"]):
         read_idx(path)
     write_idx(path, array, compress=True)
     path.write_bytes(path.read_bytes()[:-6])
-    with pytest.raises(DataError, match="damaged gzip"):
+    with refuses(DataError, names=["damaged", "gzip"]):
         read_idx(path)
     path.write_bytes(b"<html>")
-    with pytest.raises(DataError, match="not an idx file"):
+    with refuses(DataError, names=["idx", "file"]):
         read_idx(path)
     path.write_bytes(b"")
-    with pytest.raises(DataError, match="not an idx file"):
+    with refuses(DataError, names=["idx", "file"]):
         read_idx(path)
-    with pytest.raises(DataError, match="cannot read"):
+    with refuses(DataError, names=["read"]):
         read_idx(tmp_path / "absent")
 
 
@@ -82,20 +83,20 @@ def test_parquet_damage_is_one_line(tmp_path: Path, rng: np.random.Generator) ->
     images = rng.integers(0, 256, (2, 5, 4), dtype=np.uint8)
     path = write_parquet(tmp_path / "test.parquet", images, [0, 1])
     path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(DataError, match="not a readable parquet file"):
+    with refuses(DataError, names=["readable", "parquet"]):
         read_parquet([path], 1)
     pq.write_table(pa.table({"picture": ["a"], "label": [1]}), path)
     with pytest.raises(DataError, match=r"columns \['picture', 'label'\]"):
         read_parquet([path], 1)
     pq.write_table(pa.table({"image": [{"bytes": b"not an image", "path": "x"}], "label": [1]}), path)
-    with pytest.raises(DataError, match="row 0: (cannot be read|not an image)"):
+    with refuses(DataError, names=["row 0"]):
         read_parquet([path], 1)
     pq.write_table(pa.table({"image": pa.array([{"path": "x.png"}]), "label": [1]}), path)
-    with pytest.raises(DataError, match="by path only"):
+    with refuses(DataError, names=["path"]):
         read_parquet([path], 1)
     write_parquet(tmp_path / "b.parquet", rng.integers(0, 256, (1, 6, 4), dtype=np.uint8), [0])
     write_parquet(path, images, [0, 1])
-    with pytest.raises(DataError, match="another size than the first"):
+    with refuses(DataError, names=["size", "first"]):
         read_parquet([path, tmp_path / "b.parquet"], 1)
 
 
@@ -122,7 +123,7 @@ def test_cifar100_binary(tmp_path: Path, rng: np.random.Generator) -> None:
     read, labels = read_cifar_binary([path], label_bytes=2)
     np.testing.assert_array_equal(read.numpy(), images)
     assert labels.tolist() == [99, 7], "the fine class, not the coarse one"
-    with pytest.raises(DataError, match="no multiple of 3073"):
+    with refuses(DataError, names=["3073", "multiple"]):
         read_cifar_binary([path])
 
 
@@ -135,7 +136,7 @@ def test_svhn(tmp_path: Path, rng: np.random.Generator) -> None:
     whole = path.read_bytes()
     for damaged in (whole[: len(whole) // 2], whole[:-3], b"<html>not found</html>", b""):
         path.write_bytes(damaged)
-        with pytest.raises(DataError, match="not a MATLAB 5 file with X and y"):
+        with refuses(DataError, names=["MATLAB", "5"]):
             read_svhn_mat(path)
     write_svhn(path, images[..., :2], [1, 0, 9, 5, 0])
     with pytest.raises(DataError, match=r"holds X uint8 \(32, 32, 2, 5\)"):
@@ -158,13 +159,13 @@ def test_norb_matrix(
 def test_norb_damage_is_one_line(tmp_path: Path) -> None:
     path = write_norb_matrix(tmp_path / "x.mat", np.zeros((3, 4), np.int32))
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(DataError, match="truncated or padded: 67 bytes, its header promises 68"):
+    with refuses(DataError, names=["67", "68", "truncated"]):
         read_norb_matrix(path)
     path.write_bytes(b"MATLAB 5.0 MAT-file")
-    with pytest.raises(DataError, match="not a NORB matrix"):
+    with refuses(DataError, names=["NORB"]):
         read_norb_matrix(path)
     path.write_bytes(b"")
-    with pytest.raises(DataError, match="first bytes are missing"):
+    with refuses(DataError, names=["bytes", "missing"]):
         read_norb_matrix(path)
 
 

@@ -21,6 +21,7 @@ from capszoo.data import shards as shards_module
 from capszoo.data.folders import find_splits
 from capszoo.data.sets import buffered_order, keyed_generator
 from tests.support import no_home
+from tests.support.errors import refuses
 from tests.support.formats import write_shards, write_tar
 
 COUNT, PER_SHARD = 50, 8
@@ -83,21 +84,21 @@ def test_a_pattern_and_class_names(folder: Path) -> None:
     assert len(found) == 3 * PER_SHARD and found.spec.label_names == ("ant", "bee", "cat")
     assert len(load_dataset(f"wds:{folder}/*-000000.tar", "val", size=12)) == 6
     for pattern, message in (
-        ("train-{000005..000009}.tar", "train-000007.tar and 2 more of 5 shards are missing"),
-        ("train-{9..1}.tar", "is no range of shards"),
-        ("other-*.tar", "has no file other-"),
-        ("train-*.tar", "has no shards of a val split"),
+        ("train-{000005..000009}.tar", ("train-000007.tar", "2", "5")),
+        ("train-{9..1}.tar", ("range", "shards")),
+        ("other-*.tar", ("file", "other-")),
+        ("train-*.tar", ("shards", "split")),
     ):
-        with pytest.raises(DataError, match=message):
+        with refuses(DataError, names=message):
             load_dataset(f"wds:{folder}/{pattern}", "val", size=12)
     (folder / "._train-000000.tar").write_bytes(b"macOS writes these beside files on foreign file systems")
     assert len(opened(folder)) == COUNT
     assert len(load_dataset(f"wds:{folder}/*.tar", "train", size=12)) == COUNT
     (folder / "classes.txt").write_text("ant\n\nbee\n")
-    with pytest.raises(DataError, match="classes.txt: line 2 is empty"):
+    with refuses(DataError, names=["classes.txt", "2"]):
         opened(folder)
     (folder / "classes.txt").write_text("ant\nbee\n\n")
-    with pytest.raises(DataError, match="classes.txt has 2 lines, but the shards have the label 2"):
+    with refuses(DataError, names=["classes.txt", "2"]):
         opened(folder)
 
 
@@ -222,25 +223,25 @@ GOOD = {"0.png": png(), "0.cls": b"0"}
 @pytest.mark.parametrize(
     ("members", "message"),
     [
-        ({"../0.png": png(), "../0.cls": b"0"}, r"the name \.\./0\.png leads out of the archive"),
-        ({"/etc/0.png": png(), "/etc/0.cls": b"0"}, "leads out of the archive"),
-        ({**GOOD, "1.png": png()}, r"1\.png has no label"),
-        ({**GOOD, "1.cls": b"1"}, r"the sample of 1\.cls has 0 images"),
-        ({**GOOD, "0.jpg": png()}, r"the sample of 0\.png has 2 images"),
-        ({**GOOD, "0.PNG": png()}, r"0\.PNG is there twice"),
-        ({**GOOD, "1.png": png(), "1.cls": b"\xff"}, r"1\.cls holds no class number"),
-        ({**GOOD, "1.png": png(), "1.cls": b"-1"}, "holds no class number"),
-        ({**GOOD, "1.png": png(), "1.cls": b"999999999"}, "holds no class number"),
-        ({**GOOD, "1.png": png(), "1.cls": b"1" * 2_000_000}, "bytes, which no label has"),
-        ({**GOOD, "1.png": png(), "1.json": b'{"label": true}'}, "holds no class number"),
-        ({**GOOD, "1.png": png(), "1.json": b"[" * 100_000}, "holds no class number"),
-        ({"0.pth": b"", "0.cls": b"0"}, r"the sample of 0\.pth has 0 images"),
-        ({}, "holds no samples"),
+        ({"../0.png": png(), "../0.cls": b"0"}, "../0.png"),
+        ({"/etc/0.png": png(), "/etc/0.cls": b"0"}, ("leads", "archive")),
+        ({**GOOD, "1.png": png()}, "1.png"),
+        ({**GOOD, "1.cls": b"1"}, ("1.cls", "0")),
+        ({**GOOD, "0.jpg": png()}, ("0.png", "2")),
+        ({**GOOD, "0.PNG": png()}, "0.PNG"),
+        ({**GOOD, "1.png": png(), "1.cls": b"\xff"}, "1.cls"),
+        ({**GOOD, "1.png": png(), "1.cls": b"-1"}, ("class", "number")),
+        ({**GOOD, "1.png": png(), "1.cls": b"999999999"}, ("class", "number")),
+        ({**GOOD, "1.png": png(), "1.cls": b"1" * 2_000_000}, ("bytes", "label")),
+        ({**GOOD, "1.png": png(), "1.json": b'{"label": true}'}, ("class", "number")),
+        ({**GOOD, "1.png": png(), "1.json": b"[" * 100_000}, ("class", "number")),
+        ({"0.pth": b"", "0.cls": b"0"}, ("0.pth", "0")),
+        ({}, ("holds", "samples")),
     ],
 )
 def test_hostile_shards_are_one_line(tmp_path: Path, members: dict[str, bytes], message: str) -> None:
     write_tar(tmp_path / "set" / "train-000000.tar", members)
-    with pytest.raises(DataError, match=message) as caught:
+    with refuses(DataError, names=message) as caught:
         opened(tmp_path / "set")
     assert "\n" not in str(caught.value) and "train-000000.tar" in str(caught.value)
 
@@ -252,7 +253,7 @@ def test_links_and_devices_are_refused(tmp_path: Path, kind: bytes) -> None:
         member = tarfile.TarInfo("1.png")
         member.type, member.linkname = kind, "/etc/passwd"
         tar.addfile(member)
-    with pytest.raises(DataError, match=r"1\.png is a link or a device"):
+    with refuses(DataError, names=["1.png"]):
         opened(tmp_path / "set")
 
 
@@ -273,7 +274,7 @@ def test_truncated_and_damaged_shards(folder: Path) -> None:
             opened(folder)
         assert "\n" not in str(caught.value)
     path.write_bytes(whole[:2048] + b"x" * 512 + whole[2560:])
-    with pytest.raises(DataError, match="train-000002.tar is truncated"):
+    with refuses(DataError, names=["train-000002.tar"]):
         opened(folder)
     # A size below zero, which an archive can state in base 256, would have the reader go round in circles.
     negative = tarfile.TarInfo("1.png").tobuf(tarfile.GNU_FORMAT)
@@ -281,10 +282,10 @@ def test_truncated_and_damaged_shards(folder: Path) -> None:
     header = bytearray(negative[:124] + field + negative[136:])
     header[148:156] = b"%06o\0 " % (sum(header[:148]) + sum(header[156:512]) + 8 * 32)
     path.write_bytes(whole[:2048] + bytes(header) + whole[2048:])
-    with pytest.raises(DataError, match="train-000002.tar is damaged"):
+    with refuses(DataError, names=["train-000002.tar"]):
         opened(folder)
     path.write_bytes(os.urandom(20_000))
-    with pytest.raises(DataError, match="train-000002.tar is no tar file"):
+    with refuses(DataError, names=["train-000002.tar"]):
         opened(folder)
 
 
@@ -302,7 +303,7 @@ def test_an_image_that_cannot_be_decoded_is_named_or_left_out(tmp_path: Path, wo
     name = f"wds:{tmp_path / 'set'}"
     data = load_dataset(name, "train", size=6, resize=6)
     assert isinstance(data, StreamedSet)
-    with pytest.raises(DataError, match=r"train-000000\.tar/1\.png: (cannot be read|not an image)") as caught:
+    with refuses(DataError, names=["train-000000.tar/1.png"]) as caught:
         list(Batches(replace(data, workers=workers), 3).epoch())
     assert "\n" not in str(caught.value)
     skipped: list[str] = []
@@ -321,14 +322,14 @@ def test_nothing_is_unpickled(tmp_path: Path) -> None:
     (whole,) = opened(tmp_path / "set").read([torch.arange(2)])
     assert whole.shape == (2, 1, 12, 12) and not (tmp_path / "sprung").exists()
     write_tar(tmp_path / "set" / "train-000000.tar", {"0.png": png(), "0.cls": trap})
-    with pytest.raises(DataError, match="holds no class number"):
+    with refuses(DataError, names=["class", "number"]):
         opened(tmp_path / "set")
     assert not (tmp_path / "sprung").exists()
 
 
 def test_json_labels_with_other_keys(tmp_path: Path) -> None:
     write_tar(tmp_path / "set" / "0.tar", {"0.png": png(), "0.json": json.dumps({"name": "dog"}).encode()})
-    with pytest.raises(DataError, match=r"0\.json holds no class number"):
+    with refuses(DataError, names=["0.json"]):
         opened(tmp_path / "set")
 
 
@@ -361,9 +362,7 @@ def test_shards_of_a_test_split_are_never_trained_on(tmp_path: Path, pictures: n
     assert find_splits(f"wds:{tmp_path / 'set'}") == {"train", "test"}
     assert len(opened(tmp_path / "set")) == 4 and len(opened(tmp_path / "set", "test")) == 2
     write_shards(tmp_path / "set", pictures[:2], [0, 1], 8, "dev")
-    with pytest.raises(
-        DataError, match="dev-000000.tar names no split, and other shards are named after train"
-    ):
+    with refuses(DataError, names=["dev-000000.tar"]):
         opened(tmp_path / "set")
 
 

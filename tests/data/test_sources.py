@@ -19,6 +19,7 @@ from capszoo.data import (
     load_dataset,
     split_validation,
 )
+from tests.support.errors import assert_names, refuses
 from tests.support.formats import write_idx, write_parquet, write_smallnorb, write_svhn
 
 
@@ -81,27 +82,27 @@ def test_errors_are_one_line_with_a_remedy(
         return str(caught.value)
 
     monkeypatch.delenv("CAPSZOO_DATA", raising=False)
-    assert "did you mean 'mnist'" in message("mnits", "test")
-    assert "there are train, test" in message("mnist", "validation")
-    assert "set CAPSZOO_DATA to its folder" in message("mnist", "test")
-    assert "no such folder; --data takes a folder" in message("mnist", "test", tmp_path / "absent")
-    assert f"not in {tmp_path}" in message("mnist", "test", tmp_path)
+    assert_names(message("mnits", "test"), ["mnist"])
+    assert_names(message("mnist", "validation"), ["train", "test"])
+    assert_names(message("mnist", "test"), ["CAPSZOO_DATA"])
+    assert_names(message("mnist", "test", tmp_path / "absent"), ["--data"])
+    assert_names(message("mnist", "test", tmp_path), [tmp_path])
     path = write_parquet(tmp_path / "test-00000-of-00001.parquet", digits[0][:5], [7, 2, 1, 0, 4])
-    assert "5 images, expected 10000" in message("mnist", "test", tmp_path)
+    assert_names(message("mnist", "test", tmp_path), ["5", "10000", "expected"])
     assert "(3, 28, 28), not (3, 32, 32)" in message("cifar10", "test", tmp_path)
     write_parquet(path, digits[0][:2], [7, 12])
-    assert "labels run from 7 to 12" in message("mnist", "test", tmp_path, count=2)
+    assert_names(message("mnist", "test", tmp_path, count=2), ["7", "12", "labels"])
     path.unlink()
     write_idx(tmp_path / "t10k-images-idx3-ubyte", digits[0][:5])
     write_idx(tmp_path / "t10k-labels-idx1-ubyte", digits[1][:4])
-    assert "5 images but 4 labels" in message("mnist", "test", tmp_path)
+    assert_names(message("mnist", "test", tmp_path), ["5", "4", "images"])
 
 
 def test_cifar_binary_needs_all_batches(tmp_path: Path) -> None:
     record = bytes([3]) + bytes(3072)
     for k in range(1, 5):
         (tmp_path / f"data_batch_{k}.bin").write_bytes(record * 2)
-    with pytest.raises(DataError, match="4 of the 5 batches"):
+    with refuses(DataError, names=["4", "5", "batches"]):
         load_dataset("cifar10", "train", tmp_path, count=10)
     (tmp_path / "data_batch_5.bin").write_bytes(record * 2)
     assert load_dataset("cifar10", "train", tmp_path, count=10).labels.tolist() == [3] * 10
@@ -118,7 +119,7 @@ def test_validation_split() -> None:
     assert not torch.equal(held_out.images, split_validation(whole, 30, seed=1)[1].images)
     assert torch.equal(rest.images.flatten() % 10, rest.labels)
     assert len(split_validation(whole, 0)[1]) == 0
-    with pytest.raises(DataError, match="100 images cannot be carved out of 100"):
+    with refuses(DataError, names=["100", "carved"]):
         split_validation(whole, 100)
 
 
@@ -180,10 +181,10 @@ def test_smallnorb(tmp_path: Path) -> None:
 
 def test_smallnorb_files_must_belong_together(tmp_path: Path) -> None:
     write_norb(tmp_path, np.random.default_rng(0))
-    with pytest.raises(DataError, match="36 images, expected 24300"):
+    with refuses(DataError, names=["36", "24300", "expected"]):
         load_dataset("smallnorb", "test", tmp_path)
     next(tmp_path.glob("*testing-info*")).unlink()
-    with pytest.raises(DataError, match="lacks smallnorb-…-testing-info.mat beside"):
+    with refuses(DataError, names=["smallnorb-…-testing-info.mat"]):
         load_dataset("smallnorb", "test", tmp_path, count=36)
 
 
@@ -194,14 +195,14 @@ def test_cifar100_and_svhn(tmp_path: Path) -> None:
     path.write_bytes(b"".join(bytes([1, fine]) + bytes(3072) for fine in (0, 99, 50)))
     assert load_dataset("cifar100", "test", tmp_path, count=3).labels.tolist() == [0, 99, 50]
     path.write_bytes(bytes([1, 100]) + bytes(3072))
-    with pytest.raises(DataError, match="labels run from 100 to 100"):
+    with refuses(DataError, names=["100", "labels"]):
         load_dataset("cifar100", "test", tmp_path, count=1)
     images = rng.integers(0, 256, (4, 32, 32, 3), dtype=np.uint8)
     for split in ("train", "test", "extra"):
         write_svhn(tmp_path / f"{split}_32x32.mat", images, [3, 0, 1, 9])
         found = load_dataset("svhn", split, tmp_path, count=4)
         assert found.labels.tolist() == [3, 0, 1, 9] and found.spec.num_classes == 10
-    with pytest.raises(DataError, match="4 images, expected 73257"):
+    with refuses(DataError, names=["4", "73257", "expected"]):
         load_dataset("svhn", "train", tmp_path)
 
 
@@ -211,7 +212,7 @@ def test_cifar100_and_svhn(tmp_path: Path) -> None:
 def test_pickles_are_not_read(tmp_path: Path, name: str, where: str) -> None:
     (tmp_path / where).mkdir()
     (tmp_path / where / "train").write_bytes(b"\x80\x04.")
-    with pytest.raises(DataError, match="holds pickles, which can run any code and are not read: the Hub's"):
+    with refuses(DataError, names=["holds", "pickles"]):
         load_dataset(name, "train", tmp_path)
 
 
@@ -223,20 +224,20 @@ def test_resized_before_the_crop(tmp_path: Path) -> None:
     assert next(Batches(found, 3).epoch()).pixels.shape == (3, 3, 32, 32)
     larger = load_dataset("cifar10", "test", tmp_path, count=3, size=48)
     assert larger.size == (48, 48) and larger.spec.input_size == (3, 48, 48)
-    with pytest.raises(DataError, match="resized to 30 pixels are smaller than the 32"):
+    with refuses(DataError, names=["30", "32", "resized"]):
         load_dataset("cifar10", "test", tmp_path, count=3, resize=30)
 
 
 @pytest.mark.parametrize(
     ("name", "hint"),
     [
-        ("multi_mnist", "did you mean 'multimnist'"),
-        ("small_norb", "did you mean 'smallnorb'"),
+        ("multi_mnist", "multimnist"),
+        ("small_norb", "smallnorb"),
         ("CIFAR100", "cifar100"),
-        ("imagefolder:", "must be followed by: a folder of images"),
+        ("imagefolder:", ("followed", "folder")),
     ],
 )
 def test_the_nearest_name(name: str, hint: str) -> None:
-    with pytest.raises(DataError, match=hint):
+    with refuses(DataError, names=hint):
         check_name(name)
     assert check_name("imagefolder:x") == "imagefolder:x" and check_name("svhn") == "svhn"

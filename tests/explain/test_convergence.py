@@ -12,6 +12,7 @@ from capszoo.errors import CapszooError
 from capszoo.explain.convergence import ITERATIONS, iteration_changes
 from capszoo.explain.routing_stats import canonical
 from capszoo.layers.dynamic import dynamic_routing
+from tests.support.errors import refuses
 from tests.support.zoo import calibrate, has_capsules, images, names, small
 
 QUICK = ("capsnet_em_norb_small", "capsnet6_em", "idpa_cnn", "cnn_routingpool", "resnet20_routingcaps")
@@ -104,8 +105,8 @@ def test_layers_below_make_their_own_rounds() -> None:
 
 
 def test_what_cannot_be_measured() -> None:
-    with pytest.raises(CapszooError, match="no capsule network"):
+    with refuses(CapszooError, names=["capsule", "network"]):
         iteration_changes(nn.Linear(2, 2), [torch.zeros(1, 2)])
-    with pytest.raises(CapszooError, match="no images"):
+    with refuses(CapszooError, names=["images"]):
         iteration_changes(small("cnn_routingpool"), [])
     assert iteration_changes(small("encapnet6"), []) == iteration_changes(small("cnn_sabour"), []) == ()

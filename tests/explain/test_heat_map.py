@@ -21,6 +21,7 @@ from capszoo.explain import explain, heat_map, save_figure, save_heat_grid
 from capszoo.explain.heat_map import MEANINGS, METHODS
 from capszoo.explain.plotting import save_columns
 from capszoo.preprocess import model_transform
+from tests.support.errors import refuses
 from tests.support.explain import flat_map
 from tests.support.toys import ToyCaps
 
@@ -159,7 +160,7 @@ def test_methods_that_do_not_exist_or_lack_their_library(
 ) -> None:
     with pytest.raises(UsageError, match="gradient"):
         explain(model, picture, method="gradients")
-    with pytest.raises(CapszooError, match="no capsule network"):
+    with refuses(CapszooError, names=["capsule", "network"]):
         explain(_Linear(), torch.zeros(1, 14, 21))
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *rest: None)
     with pytest.raises(CapszooError, match=r"captum.*'\.\[explain\]'"):
@@ -216,7 +217,7 @@ def test_the_strips_that_a_strided_primary_convolution_leaves_out_are_uncovered(
 @pytest.mark.parametrize("pool", ["avg", "max"])
 def test_pooling_without_routing_has_no_couplings_to_show(pool: str) -> None:
     model = capszoo.create_model("cnn_routingpool", pool=pool, img_size=16)
-    with pytest.raises(CapszooError, match="has no routing"):
+    with refuses(CapszooError, names=["routing"]):
         explain(model, torch.zeros(3, 16, 16))
 
 
@@ -245,20 +246,20 @@ def test_without_decoder_there_is_no_reconstruction(picture: Image.Image) -> Non
 
 
 def test_errors(model: ToyCaps, picture: Image.Image) -> None:
-    with pytest.raises(UsageError, match="no class 'z': the classes are a, b, c, d, e"):
+    with refuses(UsageError, names=["z"]):
         explain(model, picture, "z")
-    with pytest.raises(UsageError, match="no class '5'"):
+    with refuses(UsageError, names=["5", "class"]):
         explain(model, picture, 5)
-    with pytest.raises(UsageError, match=r"the image is \(1, 9, 10\), the model takes \(1, 10, 10\)"):
+    with refuses(UsageError, names=["1", "9", "10", "image"]):
         explain(model, torch.zeros(1, 9, 10))
-    with pytest.raises(CapszooError, match="no capsule network"):
+    with refuses(CapszooError, names=["capsule", "network"]):
         explain(nn.Linear(2, 2), picture)
 
     class NoRouting(ToyCaps):
         def coupling_map(self, x: torch.Tensor) -> torch.Tensor:
             raise NotImplementedError
 
-    with pytest.raises(CapszooError, match="no couplings to show"):
+    with refuses(CapszooError, names=["couplings", "show"]):
         explain(NoRouting(), picture)
     with torch.no_grad():
         model.class_caps.weight.fill_(float("nan"))
@@ -282,17 +283,17 @@ def test_figure_has_its_panels(picture: Image.Image, tmp_path: Path, decoder: bo
 def test_figure_errors(model: ToyCaps, picture: Image.Image, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     explanation = explain(model, picture)
-    with pytest.raises(UsageError, match="cannot write this kind of file"):
+    with refuses(UsageError, names=["write", "file"]):
         save_figure(explanation, tmp_path / "heat.xyz")
     (tmp_path / "file").write_text("")
     with pytest.raises(NotWritable):
         save_figure(explanation, tmp_path / "file" / "heat.png")
     (tmp_path / "mine.csv").write_text("mine")
-    with pytest.raises(CapszooError, match="mine.csv exists, and the picture's numbers would replace it"):
+    with refuses(CapszooError, names=["mine.csv"]):
         explanation.save(tmp_path / "mine.png")
     assert (tmp_path / "mine.csv").read_text() == "mine" and not (tmp_path / "mine.png").exists()
     picture.save(tmp_path / "mine.png")  # a picture of that name does not make the table ours
-    with pytest.raises(CapszooError, match="mine.csv exists"):
+    with refuses(CapszooError, names=["mine.csv"]):
         explanation.save(tmp_path / "mine.pdf")
     explanation.save(tmp_path / "heat.png")
     explanation.save(tmp_path / "heat.pdf")  # its own table is replaced
@@ -310,11 +311,11 @@ def test_missing_matplotlib_says_what_to_install(
 
     explanation = explain(model, picture)
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(CapszooError, match=r"pip install -e '\.\[explain\]'"):
+    with refuses(CapszooError, names=[".[explain]"]):
         save_figure(explanation, tmp_path / "heat.png")
 
 
 def test_raw_pixels_are_no_normalised_input() -> None:
     net = capszoo.inference.load_model("resnet20_routingcaps.mnist", device="cpu")
-    with pytest.raises(UsageError, match="must be normalised input, not torch.uint8: pass a picture"):
+    with refuses(UsageError, names=["torch.uint8"]):
         explain(net, torch.zeros(1, 28, 28, dtype=torch.uint8))

@@ -24,6 +24,7 @@ from capszoo.explain.reconstructions import (
     save_perturbation,
 )
 from capszoo.preprocess import model_transform
+from tests.support.errors import refuses
 from tests.support.explain import FAMILIES, REPEATED
 from tests.support.toys import ToyCaps
 from tests.support.zoo import slow_unless, small
@@ -60,7 +61,7 @@ def test_one_dimension_is_changed_at_a_time(model: ToyCaps, tmp_path: Path) -> N
     assert drawn(save_perturbation(found, tmp_path / "perturb.png")) > 50
     some = perturb(model, picture, "b", offsets_to(0.25), dims=[2, 0])
     torch.testing.assert_close(some.images, found.images[[2, 0]])
-    with pytest.raises(UsageError, match="no dimension 3: give numbers from 0 to 2"):
+    with refuses(UsageError, names=["3", "0", "2", "dimension"]):
         perturb(model, picture, dims=[3])
     predicted = perturb(model, picture)
     assert predicted.label == explain(model, picture).labels[explain(model, picture).predicted]
@@ -77,7 +78,7 @@ def test_perturb_takes_what_explain_takes(model: ToyCaps, tmp_path: Path) -> Non
     for image in (str(tmp_path / "a.png"), np.asarray(picture), model_transform(model)(picture)):
         torch.testing.assert_close(perturb(model.train(), image, "b", (0.0,), [0]).images, expected)
     assert modes and not any(modes) and model.training
-    with pytest.raises(UsageError, match=r"the image is \(1, 9, 10\)"):
+    with refuses(UsageError, names=["1", "9", "10", "image"]):
         perturb(model, torch.zeros(1, 9, 10))
 
 
@@ -123,13 +124,13 @@ def test_overlapping_digits(model: ToyCaps, tmp_path: Path) -> None:
 
 def test_errors(model: ToyCaps, tmp_path: Path) -> None:
     images = batch(2)
-    with pytest.raises(CapszooError, match="no decoder"):
+    with refuses(CapszooError, names=["decoder"]):
         perturb(ToyCaps().eval(), images[0])
-    with pytest.raises(CapszooError, match="several labels"):
+    with refuses(CapszooError, names=["several", "labels"]):
         answers(model, [(images, torch.zeros(2, 5))])
-    with pytest.raises(CapszooError, match="give --dataset multimnist"):
+    with refuses(CapszooError, names=["--dataset"]):
         overlaps(model, [(images, torch.zeros(2, dtype=torch.long))])
-    with pytest.raises(UsageError, match="nothing to draw"):
+    with refuses(UsageError, names=["nothing", "draw"]):
         save_answers([], tmp_path / "x.png")
 
 

@@ -13,6 +13,7 @@ from capszoo.explain.routing_stats import BINS, coupling_entropy, routing_stats
 from capszoo.layers.squash import squash
 from capszoo.models import CapsuleOutput
 from capszoo.models._base import CouplingLayout, Votes
+from tests.support.errors import refuses
 from tests.support.explain import FAMILIES, REPEATED
 from tests.support.zoo import calibrate, has_capsules, images, names, slow_unless, small
 
@@ -66,7 +67,7 @@ def test_dead_parents_and_dead_children() -> None:
     over_children = torch.tensor([[0.97, 0.02, 0.01], [0.98, 0.01, 0.01]])
     (layer,) = routing_stats(ByHand(over_children[None], "children"), batches).layers
     assert (layer.dead, layer.competing) == (2, 3)
-    with pytest.raises(CapszooError, match="do not sum to 1 over the children"):
+    with refuses(CapszooError, names=["1", "children"]):
         routing_stats(ByHand(over_parents[None], "children"), batches)
 
 
@@ -151,10 +152,10 @@ def test_layouts_of_every_model(name: str) -> None:
 
 
 def test_plain_networks_are_refused() -> None:
-    with pytest.raises(CapszooError, match="no capsule network"):
+    with refuses(CapszooError, names=["capsule", "network"]):
         routing_stats(nn.Linear(2, 2), [(torch.zeros(1, 2), None)])
     plain = small("cnn_sabour")
     with pytest.raises(CapszooError, match="without capsules|no capsule"):
         routing_stats(plain, [(images(plain), None)])
-    with pytest.raises(CapszooError, match="no images"):
+    with refuses(CapszooError, names=["images"]):
         routing_stats(small("cnn_routingpool"), [])

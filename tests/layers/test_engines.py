@@ -45,6 +45,7 @@ from capszoo.layers.engine import Engine, Reference, RoutingLayer
 from capszoo.layers.engine_choice import TARGETS, record_engines, use_engines
 from capszoo.layers.idpa.blocked import idpa_pass
 from capszoo.layers.tuning import TUNING, tuned
+from tests.support.errors import refuses
 from tests.support.layers import Largest
 
 F64 = torch.float64
@@ -673,11 +674,11 @@ def test_force_and_fall_back() -> None:
     # fused cannot run on a CPU: forced, it is passed over
     assert [c.engine.name for c in choices] == ["blocked", "reference", "blocked", "reference", "blocked"]
     with (
-        pytest.raises(ValueError, match="no engine 'blokced': did you mean 'blocked'"),
+        refuses(ValueError, names=["blokced", "blocked"]),
         use_engines("blokced"),
     ):
         pass
-    with pytest.raises(ValueError, match="onnx_cpu, gpu"), use_engines(target="tpu"):
+    with refuses(ValueError, names=["onnx_cpu"]), use_engines(target="tpu"):
         pass
     assert TARGETS == ("onnx_cpu", "gpu")
 
@@ -796,7 +797,7 @@ def test_refusals_say_what_an_engine_needs(build: Callable[[], nn.Module], engin
 
 
 def test_the_report_has_two_modes() -> None:
-    with pytest.raises(ValueError, match="'eager' or 'compiled', not 'graph'"):
+    with refuses(ValueError, names=["eager", "compiled", "graph"]):
         engine_report(FCIDPA(6, 3, 4), mode="graph")
 
 
@@ -821,13 +822,13 @@ def test_the_report_takes_a_model_s_own_channels_and_size() -> None:
 @pytest.mark.parametrize("layer", [ConvEM(2, 3), ConvDynamicRouting(2, 4, 3, 4)])
 def test_a_grid_below_the_window_is_refused(layer: Any) -> None:
     chans = 2 * (17 if isinstance(layer, ConvEM) else 4)
-    with pytest.raises(AssertionError, match="the grid is smaller than the window"):
+    with refuses(AssertionError, names=["smaller", "window"]):
         layer(torch.zeros(2, chans, 2, 2))
 
 
 @pytest.mark.parametrize("layer", [DynamicRouting(6, 8, 3, 4), SelfAttentionRouting(6, 8, 3, 4)])
 def test_another_pose_dimension_is_refused(layer: Any) -> None:
-    with pytest.raises(AssertionError, match="wrong pose dimension for this routing layer"):
+    with refuses(AssertionError, names=["dimension", "routing"]):
         layer(torch.zeros(2, 6, 4))
-    with pytest.raises(AssertionError, match="wrong pose dimension for this routing layer"):
+    with refuses(AssertionError, names=["dimension", "routing"]):
         SelfRouting(6, 8, 3)(torch.zeros(2, 6, 4), torch.zeros(2, 6))

@@ -30,6 +30,7 @@ from capszoo.layers import (
     sinkhorn_plan,
 )
 from capszoo.models._heads import create_head
+from tests.support.errors import refuses
 
 VOTES = dict(in_caps=2, in_dim=4, out_caps=3, out_dim=4)
 WINDOW = dict(kernel_size=3, stride=1)
@@ -144,5 +145,5 @@ def test_heads_name_a_size_below_its_least(routing: str, name: str, least: int) 
 
 def test_an_empty_sample_has_no_transport_plan() -> None:
     for shape in ((0, 3), (3, 0)):
-        with pytest.raises(ValueError, match="both samples need at least one row"):
+        with refuses(ValueError, names=["both", "samples"]):
             sinkhorn_plan(torch.zeros(shape))

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from capszoo.layers import RoutingCaps, RoutingPool2d, routing_caps, routing_pool
 from tests.reference import routing_pool as reference
+from tests.support.errors import refuses
 
 
 def _grads(fn: Callable[..., tuple[Tensor, Tensor]], *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -301,16 +302,16 @@ def test_wrong_arguments(make: Callable[[], object], message: str) -> None:
 
 
 def test_scripted_functions_refuse_wrong_arguments() -> None:
-    with pytest.raises(torch.jit.Error, match="num_iters must be at least 1, not 0"):
+    with refuses(torch.jit.Error, names=["num_iters", "1", "0"]):
         torch.jit.script(routing_pool)(torch.ones(1, 2, 3, 4), num_iters=0)
-    with pytest.raises(torch.jit.Error, match="one of 'identity', 'squash', 'norm', not 'sqaush'"):
+    with refuses(torch.jit.Error, names=["identity", "squash", "norm", "sqaush"]):
         torch.jit.script(routing_caps)(torch.ones(1, 2, 3, 4), torch.ones(5, 8, 6), activation="sqaush")
 
 
 def test_channels_that_cannot_be_cut() -> None:
-    with pytest.raises(AssertionError, match="multiple of caps_dim=5"):
+    with refuses(AssertionError, names=["caps_dim=5"]):
         RoutingPool2d(5)(torch.randn(1, 12, 2, 2))
-    with pytest.raises(AssertionError, match="multiple of caps_dim=5"):
+    with refuses(AssertionError, names=["caps_dim=5"]):
         RoutingPool2d(5, lam=0.0)(torch.randn(1, 12, 2, 2))
 
 

@@ -22,6 +22,7 @@ from capszoo.models._backbones import BackboneFeatures, Unused, create_backbone,
 from capszoo.models._heads import HEADS
 from capszoo.preprocess import model_transform
 from capszoo.recipes.finetune import backbone_source
+from tests.support.errors import refuses
 from tests.support.zoo import calibrate, images, slow_unless
 
 #: backbone, a small size, and another that is not square
@@ -255,13 +256,13 @@ def saved(folder: Path, state: dict[str, torch.Tensor], **config: Any) -> str:
 def test_weights_of_a_backbone_are_whole_and_the_stated_ones(tmp_path: Path) -> None:
     state = timm.create_model("resnet18", num_classes=10).state_dict()
     name = saved(tmp_path, {key: value for key, value in state.items() if not key.startswith("layer1.")})
-    with pytest.raises(capszoo.WeightsError, match="do not fit.*Missing key"):
+    with refuses(capszoo.WeightsError, names=["fit", "Missing"]):
         create_backbone(name, pretrained=True)
     name = saved(tmp_path, {f"model.{key}": value for key, value in state.items()})
-    with pytest.raises(capszoo.WeightsError, match="do not fit.*Missing key"):
+    with refuses(capszoo.WeightsError, names=["fit", "Missing"]):
         create_backbone(name, pretrained=True)
     name = saved(tmp_path, state, sha256="0" * 64)
-    with pytest.raises(capszoo.WeightsError, match="sha256 differs from its config.json's"):
+    with refuses(capszoo.WeightsError, names=["sha256", "config.json"]):
         create_backbone(name, pretrained=True)
     about = {"num_classes": 9, "classifier": "fc", "first_conv": "conv1", "label_offset": 1}
     create_backbone(saved(tmp_path, state, pretrained_cfg=about), pretrained=True)
@@ -350,7 +351,7 @@ def test_a_damaged_folder_of_a_backbone_is_one_line(
 def test_weights_of_another_backbone_are_one_line(tmp_path: Path) -> None:
     save_file(timm.create_model("resnet10t").state_dict(), tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text('{"architecture": "resnet18"}')
-    with pytest.raises(capszoo.WeightsError, match="the weights do not fit") as caught:
+    with refuses(capszoo.WeightsError, names=["weights", "fit"]) as caught:
         create_backbone(f"local-dir:{tmp_path}", pretrained=True)
     assert "\n" not in str(caught.value)
 
@@ -360,7 +361,7 @@ def test_a_backbone_without_network(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pretrained: bool
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(capszoo.WeightsError, match="me/none: the Hub gives no such model") as caught:
+    with refuses(capszoo.WeightsError, names=["me/none"]) as caught:
         create_backbone("hf-hub:me/none", pretrained, cache_dir=str(tmp_path))
     assert "\n" not in str(caught.value)
 
@@ -403,16 +404,16 @@ class Tokens(NoMap):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("resnet18", "ipda"), "unknown routing 'ipda': did you mean 'idpa'"),
-        (("resnt18", "idpa"), "unknown backbone 'resnt18': did you mean 'resnet18'"),
-        (("resnet18.a1_in1", "idpa"), "unknown backbone 'resnet18.a1_in1': did you mean 'resnet18.a1_in1k'"),
-        ((NoMap(), "idpa"), r"NoMap gives features of shape \(1, 4\), which are no feature map"),
-        ((nn.Linear(3, 4), "idpa"), "Linear has no forward_features, so there is no feature map"),
-        ((Tokens(), "idpa"), "Tokens gives 7 tokens and states no grid"),
+        (("resnet18", "ipda"), ("ipda", "idpa")),
+        (("resnt18", "idpa"), ("resnt18", "resnet18")),
+        (("resnet18.a1_in1", "idpa"), ("resnet18.a1_in1", "resnet18.a1_in1k")),
+        ((NoMap(), "idpa"), ("NoMap", "1", "4")),
+        ((nn.Linear(3, 4), "idpa"), "forward_features"),
+        ((Tokens(), "idpa"), ("7", "Tokens")),
     ],
 )
 def test_what_cannot_be_attached_gets_one_line(arguments: tuple[Any, str], message: str) -> None:
-    with pytest.raises(ValueError, match=message) as caught:
+    with refuses(ValueError, names=message) as caught:
         capszoo.attach_head(*arguments, num_classes=3, img_size=64)
     assert "\n" not in str(caught.value)
 
@@ -420,23 +421,23 @@ def test_what_cannot_be_attached_gets_one_line(arguments: tuple[Any, str], messa
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_iter": 2}, "unknown argument of the idpa head 'num_iter': did you mean 'num_iters'"),
-        ({"depth": 2}, "unknown argument of the idpa head 'depth'"),
-        ({"caps_dim": 15}, "matrix poses are square"),
+        ({"num_iter": 2}, ("num_iter", "num_iters")),
+        ({"depth": 2}, "depth"),
+        ({"caps_dim": 15}, ("matrix", "square")),
     ],
 )
 def test_wrong_arguments_get_one_line(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with refuses(ValueError, names=message):
         capszoo.attach_head("resnet18", "idpa", num_classes=3, img_size=64, **options)
 
 
 def test_no_pose_dimension_is_one_line() -> None:
-    with pytest.raises(ValueError, match="caps_dim=0 does not divide the 64 channels: use one of 1, 2, 4"):
+    with refuses(ValueError, names=["caps_dim=0", "64", "1", "2", "4"]):
         capszoo.attach_head("resnet18", "routing_pool", num_classes=3, img_size=64, caps_dim=0)
 
 
 def test_iterations_of_a_routing_without_any_are_refused() -> None:
-    with pytest.raises(ValueError, match="the self_routing head has no iterations"):
+    with refuses(ValueError, names=["self_routing"]):
         capszoo.create_model("caps_head", routing="self_routing", routing_iters=2, img_size=64, device="meta")
     for name in ("routing_iters", "num_iters"):
         net = capszoo.attach_head("resnet18", "dynamic", img_size=64, **{name: 2})
@@ -564,7 +565,7 @@ def test_what_was_removed_is_logged_and_never_an_identity(caplog: pytest.LogCapt
     with caplog.at_level("INFO", "capszoo"):
         net = attached("mobilenetv3_small_050", "avg")
     assert "MobileNetV3" in caplog.text and "conv_head (" in caplog.text
-    with pytest.raises(RuntimeError, match="was removed"):
+    with refuses(RuntimeError, names=["removed"]):
         net.stages.backbone.model.conv_head(torch.zeros(1, 1))
 
 
@@ -725,7 +726,7 @@ def test_a_pruned_head() -> None:
     net.reset_classifier(0, "")
     assert isinstance(net.get_classifier(), nn.Identity) and net(images(net)).shape[1] == 512
     for arguments in ((3,), (0, "avg")):
-        with pytest.raises(RuntimeError, match="the head was pruned"):
+        with refuses(RuntimeError, names=["head", "pruned"]):
             net.reset_classifier(*arguments)
 
 
@@ -766,5 +767,5 @@ def test_saved_weights_at_other_channels_and_sizes(
 
 
 def test_a_module_brings_its_own_weights() -> None:
-    with pytest.raises(ValueError, match="a module has its own: leave it out"):
+    with refuses(ValueError, names=["module"]):
         capszoo.attach_head(timm.create_model("resnet18"), pretrained=True)

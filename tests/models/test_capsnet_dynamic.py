@@ -17,6 +17,7 @@ from capszoo.models.capsnet_dynamic import DynamicCapsNet, SixLayerCapsNet
 from tests.reference import dynamic as naive
 from tests.reference.primary import capsules_of
 from tests.reference.squash import squash as naive_squash
+from tests.support.errors import refuses
 
 SMALL: dict[str, Any] = dict(num_classes=3, img_size=(11, 12), stem_chans=6, stem_kernel=3, caps_types=2)
 SMALL.update(caps_dim=3, primary_kernel=3, class_dim=4)
@@ -172,7 +173,7 @@ def test_decoder_follows_the_classes() -> None:
     model = timm.create_model("capsnet_dynamic", decoder=True)
     x = torch.randn(2, 1, 28, 28)
     assert model.reconstruct(model.forward_capsules(x).poses).shape == (2, 1, 28, 28)
-    with pytest.raises(ValueError, match="num_classes must be 0 or more, not -1"):
+    with refuses(ValueError, names=["num_classes", "0", "-1"]):
         model.reset_classifier(-1)
     assert model.num_classes > 0
     model.reset_classifier(4)
@@ -191,7 +192,7 @@ def test_wrong_size_is_refused() -> None:
         model(torch.randn(1, 1, 32, 32))
     with pytest.raises(AssertionError, match="28x28"):
         model.forward_capsules(torch.randn(1, 1, 32, 32))
-    with pytest.raises(ValueError, match="too small"):
+    with refuses(ValueError, names=["small"]):
         timm.create_model("capsnet_dynamic", img_size=12)
 
 
@@ -227,7 +228,7 @@ def test_distributed_data_parallel_without_the_decoder(tmp_path: Path) -> None:
     try:
         two_steps(False)
         two_steps(True, find_unused_parameters=True)
-        with pytest.raises(RuntimeError, match="Expected to have finished reduction"):
+        with refuses(RuntimeError, names=["Expected", "reduction"]):
             two_steps(True)
     finally:
         dist.destroy_process_group()

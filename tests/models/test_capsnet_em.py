@@ -14,6 +14,7 @@ from capszoo.layers import ClassEM, ConvEM
 from capszoo.losses import spread_loss
 from capszoo.models.capsnet_em import EMCapsNet, SixLayerEMCapsNet
 from tests.reference import em as naive
+from tests.support.errors import refuses
 
 F64 = torch.float64
 
@@ -200,7 +201,7 @@ def test_the_longest_capsule_is_not_reconstructed() -> None:
     model = capszoo.create_model("capsnet_em_norb_small", decoder=True).eval()
     with torch.no_grad():
         out = model.forward_capsules(torch.zeros(1, model.in_chans, *model.img_size))
-        with pytest.raises(ValueError, match=r"give target=scores.argmax\(1\)"):
+        with refuses(ValueError, names=["target=scores.argmax"]):
             model.reconstruct(out.poses)
         assert model.reconstruct(out.poses, out.scores.argmax(1)).shape == (
             1,
@@ -219,7 +220,7 @@ def test_any_number_of_layers() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"img_size": 14}, "too small"),
+        ({"img_size": 14}, "small"),
         ({"backbone": "vgg"}, "backbone"),
         ({"caps": (4,)}, "caps"),
         ({"routing_iters": 0}, "num_iters"),
@@ -227,7 +228,7 @@ def test_any_number_of_layers() -> None:
     ],
 )
 def test_bad_settings(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with refuses(ValueError, names=message):
         _tiny(**arguments)
 
 
@@ -246,9 +247,9 @@ def test_one_class_needs_costs_that_are_not_normalised() -> None:
         )
         small |= {} if create is EMCapsNet else dict(mid_caps=4, mid_dim=4, class_dim=4)
         net = create(num_classes=2, normalize_cost=True, **small)
-        with pytest.raises(ValueError, match="one class has a constant score: use num_classes=2"):
+        with refuses(ValueError, names=["num_classes=2"]):
             net.reset_classifier(1)
         assert net(torch.rand(2, 1, *net.img_size)).shape == (2, 2), "it is as it was"
-        with pytest.raises(ValueError, match="one class has a constant score"):
+        with refuses(ValueError, names=["class", "constant"]):
             create(num_classes=1, normalize_cost=True, **small)
         assert create(num_classes=1, normalize_cost=False, **small).num_classes == 1

@@ -11,6 +11,7 @@ import torch
 import capszoo
 from tests.reference import dynamic as naive_votes
 from tests.reference import self_attention as naive
+from tests.support.errors import refuses
 from tests.support.zoo import calibrate, images
 
 MULTIMNIST: dict[str, Any] = {
@@ -95,13 +96,13 @@ def test_instance_norm_passes_the_export_gate(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"norm": "layer"}, "norm must be 'batch' or 'instance', not 'layer'"),
-        ({"caps_dim": 7}, "caps_dim=7 must divide the last of widths, 128"),
-        ({"kernels": (5, 3, 3)}, "kernels must be four numbers"),
-        ({"img_size": 9}, "is too small"),
-        ({"primary_kernel": 10}, "is too small"),
+        ({"norm": "layer"}, ("batch", "instance", "layer")),
+        ({"caps_dim": 7}, ("caps_dim=7", "128")),
+        ({"kernels": (5, 3, 3)}, ("kernels", "numbers")),
+        ({"img_size": 9}, "small"),
+        ({"primary_kernel": 10}, "small"),
     ],
 )
 def test_what_does_not_fit_is_refused(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with refuses(ValueError, names=message):
         capszoo.create_model("efficient_capsnet", device="meta", **arguments)

@@ -12,6 +12,7 @@ from torch import nn
 
 import capszoo  # noqa: F401  (registers the models)
 from tests.reference import capconv as reference
+from tests.support.errors import refuses
 
 TINY = dict(groups=4, depths=(1, 2, 3), strides=(1, 2, 2), pose_dims=(2, 2, 3), stem_chans=(4,), img_size=9)
 
@@ -168,11 +169,11 @@ def test_reset_classifier_replaces_the_decoder_too() -> None:
     assert picture.shape == (2, 3, 9, 9) and picture.dtype == torch.float64
     model.reset_classifier(0, "")
     assert model.decoder is None and model(x).shape == (2, 12, 3, 3)
-    with pytest.raises(RuntimeError, match="no classes"):
+    with refuses(RuntimeError, names=["classes"]):
         model.forward_capsules(x)
-    with pytest.raises(RuntimeError, match="no classes"):
+    with refuses(RuntimeError, names=["classes"]):
         model.coupling_map(x)
-    with pytest.raises(ValueError, match="'avg' or ''"):
+    with refuses(ValueError, names=["avg"]):
         model.reset_classifier(3, "max")
     assert model.num_classes == 0 and model.global_pool == ""  # refused before anything was changed
 
@@ -213,7 +214,7 @@ def test_baseline_takes_any_size_and_has_no_capsules() -> None:
     assert model.stages.stem.conv.stride == (1, 1)
     assert timm.create_model("resnet18_encap", device="meta", img_size=128).stages.stem.conv.stride == (2, 2)
     for method in (model.forward_capsules, model.coupling_map):
-        with pytest.raises(RuntimeError, match="without capsules"):
+        with refuses(RuntimeError, names=["without", "capsules"]):
             method(torch.randn(1, 3, 32, 32))
 
 

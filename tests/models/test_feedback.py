@@ -14,6 +14,7 @@ import capszoo  # noqa: F401  (registers the models)
 from capszoo.layers import engine_report
 from capszoo.layers.sinkhorn import SinkhornUnit
 from capszoo.models._feedback import FeedbackAgreement, encapnet_feedback
+from tests.support.errors import refuses
 
 TINY = dict(groups=4, depths=(1, 2, 5), strides=(1, 2, 2), pose_dims=(2, 2, 4), stem_chans=(4,), img_size=9)
 
@@ -150,7 +151,7 @@ def test_model_is_untouched(resnet) -> None:
     with torch.no_grad():
         want = model(probe)
         assert not feedback._features  # nothing is kept in evaluation
-        with pytest.raises(RuntimeError, match="training mode"):
+        with refuses(RuntimeError, names=["training", "mode"]):
             feedback()
         feedback.remove()
         assert hooks(model) == 0
@@ -180,7 +181,7 @@ def test_features_are_used_once_and_dropped() -> None:
     model(images(model))
     feedback()
     assert not feedback._features
-    with pytest.raises(RuntimeError, match="training mode"):
+    with refuses(RuntimeError, names=["training", "mode"]):
         feedback()
 
 
@@ -216,7 +217,7 @@ def test_a_forward_that_fails_leaves_nothing_listening() -> None:
     with pytest.raises(AssertionError):
         model(torch.randn(2, 3, 20, 20))
     model.forward(images(model))  # not a call of the model: no hook of its own says when to listen
-    with pytest.raises(RuntimeError, match="training mode"):
+    with refuses(RuntimeError, names=["training", "mode"]):
         feedback()
 
 
@@ -286,7 +287,7 @@ def test_wrong_arguments_say_what_is_right(resnet, pairs, options, message) -> N
 def test_a_module_that_is_not_called_is_named() -> None:
     model = ChannelsLast()
     model.spare = nn.Conv2d(3, 3, 1)
-    with pytest.raises(ValueError, match="'spare' was not called"):
+    with refuses(ValueError, names=["spare"]):
         FeedbackAgreement(model, [("first", "spare")], layout="nhwc", input_size=(4, 6, 5))
     with pytest.raises(TypeError, match="FeedbackAgreement"):
         encapnet_feedback(model)

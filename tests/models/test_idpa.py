@@ -13,6 +13,7 @@ from capszoo.layers import FCIDPA, ConvIDPA
 from capszoo.models._adapt import adapt_state_dict
 from capszoo.models.idpa import IdpaNet
 from tests.reference import idpa as naive
+from tests.support.errors import refuses
 from tests.support.layers import assert_same, describe, shaken
 
 F64 = torch.float64
@@ -77,7 +78,7 @@ def test_other_sizes(size: Any) -> None:
 
 
 def test_wrong_arguments() -> None:
-    with pytest.raises(ValueError, match="12x18 leave no capsules"):
+    with refuses(ValueError, names=["12x18"]):
         tiny(img_size=(12, 18))
     for argument, message in [("backbone", "resnet"), ("routing", "sequential"), ("global_pool", "avg")]:
         with pytest.raises(ValueError, match=message):
@@ -360,5 +361,5 @@ def test_weights_of_another_size_than_they_state_are_refused() -> None:
     stored = capszoo.create_model("idpa_resnet", img_size=48).state_dict()
     net = capszoo.create_model("idpa_resnet")
     assert net.fit_to_size(stored, 48)[1] == ("capsules.classes.weight",)
-    with pytest.raises(ValueError, match="capsules.classes.weight depends on the image size"):
+    with refuses(ValueError, names=["capsules.classes.weight"]):
         net.fit_to_size(stored, 44)

@@ -29,6 +29,7 @@ from capszoo.models._adapt import _fit_input_channels
 from capszoo.models._base import CapsuleNet
 from capszoo.models._blocks import ConvBnAct, Decoder
 from capszoo.models._builder import UnknownArgument, build_capsule_model, zoo_cfgs
+from tests.support.errors import assert_names, refuses
 
 
 class _Toy(CapsuleNet):
@@ -155,7 +156,7 @@ def test_equal_channels_keep_their_response(source: int, wanted: int) -> None:
 
 
 def test_weights_of_another_width_are_refused(weights: Path) -> None:
-    with pytest.raises(WeightsError, match="do not fit this model"):
+    with refuses(WeightsError, names=["fit", "model"]):
         _load(weights, width=8)
 
 
@@ -166,30 +167,30 @@ def test_a_first_convolution_of_another_shape_is_refused(
 ) -> None:
     state = _pretrained.load_safetensors(weights)
     save_file({**state, "stages.stem.conv.weight": torch.zeros(shape)}, weights)
-    with pytest.raises(WeightsError, match=r"do not fit this model \(stages.stem.conv.weight \("):
+    with refuses(WeightsError, names=["stages.stem.conv.weight", "fit", "model"]):
         _load(weights, in_chans=in_chans)
 
 
 def test_nothing_but_safetensors(tmp_path: Path) -> None:
     pickled = tmp_path / "toy.pth"
     torch.save({}, pickled)
-    with pytest.raises(WeightsError, match="must be a .safetensors file"):
+    with refuses(WeightsError, names=["safetensors", "file"]):
         _load(pickled)
     damaged = tmp_path / "toy.safetensors"
     damaged.write_bytes(b"not safetensors at all")
-    with pytest.raises(WeightsError, match="not a readable safetensors file"):
+    with refuses(WeightsError, names=["readable", "safetensors"]):
         _load(damaged)
-    with pytest.raises(WeightsError, match="no such file"):
+    with refuses(WeightsError, names=["file"]):
         _load(tmp_path / "absent.safetensors")
 
 
 def test_no_weights_is_one_line() -> None:
-    with pytest.raises(WeightsError, match="no pretrained weights exist for zoo_test_toy"):
+    with refuses(WeightsError, names=["zoo_test_toy", "pretrained", "weights"]):
         zoo_test_toy(pretrained=True)
 
 
 def test_unknown_argument_names_the_nearest() -> None:
-    with pytest.raises(UnknownArgument, match="did you mean 'num_classes'"):
+    with refuses(UnknownArgument, names=["num_classes"]):
         zoo_test_toy(num_clases=3)
 
 
@@ -225,7 +226,7 @@ def test_a_tag_exists_once_its_metadata_does(
         with pytest.raises(WeightsError, match="sha256 is"):
             locate_weights(info)
         (folder / "zoo_test_toy.digits.json").write_text(json.dumps({"architecture": "zoo_test_toy"}))
-        with pytest.raises(WeightsError, match="lacks the key"):
+        with refuses(WeightsError, names=["lacks", "key"]):
             WeightsInfo.from_json(folder / "zoo_test_toy.digits.json")
     finally:
         monkeypatch.undo()
@@ -325,7 +326,7 @@ def test_a_name_loads_its_weights_or_says_how_to_get_some(name: str) -> None:
             create(name, pretrained=True)
         message = str(error.value)
         assert "\n" not in message and len(message) <= 300 and name in message and related[0] in message
-        assert f"capszoo train {recipes[0]}" in message
+        assert_names(message, [recipes[0], "capszoo", "train"])
         for recipe in recipes:
             assert f".{recipe.partition('.')[2]}" in message and _catalogue.recipes()[recipe] in message
     with pytest.raises(capszoo.UnknownModel, match=recipes[0]):
@@ -341,7 +342,7 @@ def test_related_weights_are_those_of_the_nearest_name() -> None:
 def test_missing_and_offline_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     info = WeightsInfo("zoo_test_toy", "absent", "0" * 64, 10, (1, 8, 8), (0.0,), (1.0,))
-    with pytest.raises(WeightsError, match="no weights of capszoo/zoo_test_toy.absent on this machine") as e:
+    with refuses(WeightsError, names=["capszoo/zoo_test_toy.absent", "weights", "machine"]) as e:
         locate_weights(info, cache_dir=tmp_path)
     assert "\n" not in str(e.value)
 
@@ -357,7 +358,7 @@ def test_a_refused_configuration_in_the_cache_is_named_offline(
     (tmp_path / "models--me--own" / "refs" / "main").write_text("0" * 40)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     for _ in range(2):
-        with pytest.raises(WeightsError, match="me/own: config.json: model_args names 'cache_dir'"):
+        with refuses(WeightsError, names=["cache_dir", "me/own", "config.json", "model_args", "names"]):
             capszoo.create_model("hf-hub:me/own", cache_dir=tmp_path)
     assert cached.is_file()
 
@@ -374,9 +375,9 @@ def test_a_repository_that_the_caller_names_wins_over_the_tag(
 
 
 def test_names_of_the_front_door() -> None:
-    with pytest.raises(capszoo.UnknownModel, match=r"unknown model 'resnet18.a1_in1'.*resnet18.a1_in1k"):
+    with refuses(capszoo.UnknownModel, names=["resnet18.a1_in1", "resnet18.a1_in1k", "unknown", "model"]):
         capszoo.create_model("resnet18.a1_in1")
-    with pytest.raises(capszoo.UnknownModel, match="unknown model"):
+    with refuses(capszoo.UnknownModel, names=["unknown", "model"]):
         capszoo.create_model("no_such_capsule_net")
-    with pytest.raises(capszoo.UnknownModel, match="no such folder"):
+    with refuses(capszoo.UnknownModel, names=["folder"]):
         capszoo.create_model("local-dir:/no/such/folder")

@@ -26,6 +26,7 @@ from capszoo.errors import WeightsError
 from capszoo.inference import load_model
 from capszoo.scores import score_kind
 from capszoo.summary import summarise
+from tests.support.errors import refuses
 
 #: The oldest libraries that pyproject.toml allows.
 OLDEST = ("timm==1.0.26", "huggingface_hub==0.30.0")
@@ -212,7 +213,7 @@ def test_metadata_that_are_no_object(tmp_path: Path, content: str) -> None:
     with pytest.raises(WeightsError, match="net.json: (not readable as JSON|holds .* where a JSON object)"):
         load_model(str(path), device="cpu")
     path.with_suffix(".json").write_bytes(b'{"architecture": "\xff\xfe"}')
-    with pytest.raises(WeightsError, match="not readable as JSON"):
+    with refuses(WeightsError, names=["JSON", "readable"]):
         load_model(str(path), device="cpu")
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(
@@ -231,7 +232,7 @@ def test_metadata_that_ask_for_terabytes(tmp_path: Path) -> None:
         info = json.loads(path.with_suffix(".json").read_text())
         path.with_suffix(".json").write_text(json.dumps({**info, **changes}))
         start = time.monotonic()
-        with pytest.raises(WeightsError, match="the metadata describe a model of .* numbers, the file holds"):
+        with refuses(WeightsError, names=["metadata", "describe"]):
             load_model(str(path), device="cpu")
         assert time.monotonic() - start < 5
         config = dict(architecture="idpa_cnn", model_args=changes.get("model_args", {}))
@@ -239,7 +240,7 @@ def test_metadata_that_ask_for_terabytes(tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(json.dumps(config))
         path.rename(tmp_path / "model.safetensors")
         for create in (capszoo.create_model, __import__("timm").create_model):
-            with pytest.raises(WeightsError, match="the metadata describe a model of"):
+            with refuses(WeightsError, names=["metadata", "describe"]):
                 create(f"local-dir:{tmp_path}", pretrained=True)
 
 
@@ -249,7 +250,7 @@ def test_metadata_that_ask_for_a_million_modules(tmp_path: Path) -> None:
     config = {"architecture": "resnet18", "num_classes": 2, "model_args": {"layers": [900_000, 1, 1, 1]}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     start = time.monotonic()
-    with pytest.raises(WeightsError, match="describe a model of over 10,020 modules"):
+    with refuses(WeightsError, names=["10,020", "describe", "modules"]):
         capszoo.create_model(f"local-dir:{tmp_path}", pretrained=True)
     assert time.monotonic() - start < 60
 
@@ -260,18 +261,18 @@ def test_weights_that_are_no_numbers(tmp_path: Path) -> None:
     for value in (float("nan"), float("inf")):
         broken = {**state, name: state[name].clone()}
         broken[name].view(-1)[7] = value
-        with pytest.raises(WeightsError, match=f"the tensor {name} holds NaN or infinity"):
+        with refuses(WeightsError, names=[name, "NaN", "tensor", "infinity"]):
             load_model(str(_pair(tmp_path, broken)), device="cpu")
-    with pytest.raises(WeightsError, match=f"the tensor {name} is torch.int64, the model's is torch.float32"):
+    with refuses(WeightsError, names=[name, "torch.int64", "torch.float32", "tensor", "model"]):
         load_model(str(_pair(tmp_path, {**state, name: state[name].long()})), device="cpu")
     (tmp_path / "empty.safetensors").write_bytes(save({}))
-    with pytest.raises(WeightsError, match="holds no tensors"):
+    with refuses(WeightsError, names=["holds", "tensors"]):
         load_safetensors(tmp_path / "empty.safetensors")
 
 
 def test_timms_own_architectures_say_in_one_line_what_does_not_fit(tmp_path: Path) -> None:
     path = _pair(tmp_path, {"a": torch.zeros(3)}, architecture="test_resnet")
-    with pytest.raises(WeightsError, match="the weights do not fit the model that is described"):
+    with refuses(WeightsError, names=["weights", "described"]):
         load_model(str(path), device="cpu")
 
 

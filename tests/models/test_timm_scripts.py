@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 import capszoo
 from capszoo._pretrained.facts import own_facts, set_own_facts
 from capszoo.errors import UnknownArgument, WeightsError
+from tests.support.errors import refuses
 
 resolved = getattr(timm.models, "resolve_model_input_args", None)
 needs_scripts = pytest.mark.skipif(
@@ -47,7 +48,7 @@ def test_a_bare_name_has_its_default_weights() -> None:
     plain = timm.create_model("resnet20_routingcaps", pretrained=True).state_dict()
     scripted = by_script("resnet20_routingcaps", pretrained=True).state_dict()
     assert all(torch.equal(plain[key], scripted[key]) for key in plain)
-    with pytest.raises(WeightsError, match="no pretrained weights exist for capsnet6_em"):
+    with refuses(WeightsError, names=["capsnet6_em"]):
         by_script("capsnet6_em", pretrained=True)
 
 
@@ -89,7 +90,7 @@ def test_facts_are_one_note_among_others() -> None:
     set_own_facts(cfg, {})
     assert cfg == {"notes": ("of a user",)} and own_facts({}) == {}
     for wrong in ("capszoo: {", "capszoo: [1]"):
-        with pytest.raises(WeightsError, match="hold no JSON"):
+        with refuses(WeightsError, names=["JSON"]):
             own_facts({"notes": wrong})
 
 
@@ -158,7 +159,7 @@ def test_filters_without_a_tag() -> None:
 
 
 def test_options_of_features_alone() -> None:
-    with pytest.raises(UnknownArgument, match="out_indices has no effect without features_only=True"):
+    with refuses(UnknownArgument, names=["out_indices", "features_only=True"]):
         timm.create_model("resnet20_avg", out_indices=(0,))
 
 
@@ -166,5 +167,5 @@ def test_options_of_features_alone() -> None:
 def test_a_pruned_head_has_no_new_classes(name: str) -> None:
     net: Any = capszoo.create_model(name, device="meta")
     net.prune_intermediate_layers(1)
-    with pytest.raises(RuntimeError, match="the head was pruned: create the network anew"):
+    with refuses(RuntimeError, names=["create", "network"]):
         net.reset_classifier(4)

@@ -33,6 +33,7 @@ from capszoo.models._heads import CapsuleHead, create_head
 from capszoo.preprocess import model_transform
 from capszoo.scores import score_kind
 from capszoo.summary import summarise
+from tests.support.errors import refuses
 from tests.support.zoo import (
     REPRESENTATIVES,
     calibrate,
@@ -516,7 +517,7 @@ def test_forward_poses(name: str) -> None:
     x = images(model, 2)
     heads = ("idpa", "caps_head", "resnet20_dynamic", "resnet20_em", "resnet20_idpa")
     if "decoder" not in signature(name) and not name.startswith(heads):  # plain nets, and pooled features
-        with pytest.raises(NotImplementedError, match="class capsules"):
+        with refuses(NotImplementedError, names=["class", "capsules"]):
             model.forward_poses(x)
         return
     with torch.no_grad():
@@ -605,7 +606,7 @@ def test_a_grid_of_as_many_positions_is_another_grid(other: tuple[int, int], tmp
     source = capszoo.create_model("capsnet_dynamic", img_size=(24, 28))
     save_file({k: v.contiguous().clone() for k, v in source.state_dict().items()}, path)
     overlay = {"file": str(path), "input_size": (1, 24, 28), "num_classes": 10}
-    with pytest.raises(WeightsError, match=f"24x28 images do not fit images of {other[0]}x{other[1]}, whose"):
+    with refuses(WeightsError, names=["24x28", f"{other[0]}x{other[1]}"]):
         capszoo.create_model("capsnet_dynamic", True, pretrained_cfg_overlay=overlay, img_size=other)
 
 
@@ -795,9 +796,7 @@ def test_weights_of_another_size_are_resampled_or_refused(caplog: pytest.LogCapt
     net = load_model("idpa_cnn.mnist", device="cpu", img_size=36)
     assert "resampled for another img_size: capsules" in caplog.text and "re-initialised" not in caplog.text
     assert net.img_size == (36, 36) and not hasattr(net, "untrained")
-    with pytest.raises(
-        NoWeights, match="capsnet_dynamic.mnist has no trained weights for 40x40 images: class_caps"
-    ):
+    with refuses(NoWeights, names=["capsnet_dynamic.mnist", "40x40", "class_caps"]):
         load_model("capsnet_dynamic.mnist", device="cpu", img_size=40)
     # for fine-tuning, new weights are what is asked for
     made = capszoo.create_model("capsnet_dynamic.mnist", pretrained=True, img_size=40)
@@ -828,29 +827,29 @@ def test_new_classes_do_not_keep_the_task_of_the_old() -> None:
 def test_another_size_excuses_no_other_argument() -> None:
     name = "resnet20_routingcaps.mnist"  # none of its weights depends on the size
     for size in ({}, {"img_size": 40}):
-        with pytest.raises(WeightsError, match="do not fit this model .class_caps.weight"):
+        with refuses(WeightsError, names=["class_caps.weight"]):
             capszoo.create_model(name, pretrained=True, pose_dim=8, **size)
     assert not hasattr(capszoo.create_model(name, pretrained=True, img_size=40), "untrained")
 
 
 def test_what_a_missing_decoder_says_can_be_done() -> None:
     for name, options, message in (
-        ("capsnet_dynamic", {}, "create it with decoder=True"),
+        ("capsnet_dynamic", {}, "decoder=True"),
         (
             "capsnet_dynamic",
             {"decoder": True, "num_classes": 0},
-            "create it with classes and with decoder=True",
+            "decoder=True",
         ),
-        ("resnet20_avg", {}, "networks of this architecture have no decoder"),
+        ("resnet20_avg", {}, ("networks", "architecture")),
     ):
-        with pytest.raises(RuntimeError, match=message):
+        with refuses(RuntimeError, names=message):
             capszoo.create_model(name, device="meta", **options).reconstruct(torch.zeros(1, 10, 16))
 
 
 def test_a_head_with_weights_per_position_takes_its_own_grid_alone() -> None:
     head = create_head(8, (4, 4), 3, "conv", caps_types=2, caps_dim=2)
     assert head(torch.zeros(1, 8, 4, 4)).shape == (1, 3)
-    with pytest.raises(AssertionError, match="another grid"):
+    with refuses(AssertionError, names=["grid"]):
         head(torch.zeros(1, 8, 6, 6))
     with pytest.raises(TypeError, match="create_head"):
         CapsuleHead(8, (4, 4), 3, "conv")
@@ -860,7 +859,7 @@ def test_a_head_with_weights_per_position_takes_its_own_grid_alone() -> None:
     "size", [True, 28.5, 28.0, None, "28", 0, (28,), (28, 28, 1), (28, 28.0), (28, -1), (28, True)]
 )
 def test_an_image_size_is_one_whole_number_or_two(size: Any) -> None:
-    with pytest.raises(ValueError, match="img_size must be a positive integer or a pair"):
+    with refuses(ValueError, names=["img_size"]):
         to_2tuple(size)
 
 
@@ -871,13 +870,13 @@ def test_image_sizes_of_any_integer_type() -> None:
 def test_weights_of_another_network_are_named() -> None:
     net = capszoo.create_model("cnn_routingpool", img_size=8)
     weights = {**net.state_dict(), "no.such": torch.zeros(1)}
-    with pytest.raises(ValueError, match="RoutingPoolCNN has no no.such: give weights of this network"):
+    with refuses(ValueError, names=["RoutingPoolCNN", "no.such"]):
         net.fit_to_size(weights, 8)
 
 
 def test_networks_without_votes_say_so() -> None:
     for name in ("cnn_baseline", "resnet18_encap"):
-        with pytest.raises(NotImplementedError, match="forms no votes"):
+        with refuses(NotImplementedError, names=["forms", "votes"]):
             capszoo.create_model(name, device="meta").class_votes(torch.zeros(1))
     for routing, error in (("avg", NoCapsules), ("self_routing", NotImplementedError)):
         with pytest.raises(error, match=f"the .*{routing} head"):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from capszoo.errors import CapszooError
-from capszoo.images import IMAGE_SUFFIXES, Framing, files_below, is_visible_image
+from capszoo.images import Framing, files_below, is_visible_image
 
 from ..errors import DataError
 from ..readers import MODES, decode_image
@@ -169,11 +169,10 @@ def _refuse_empty(name: str, root: Path, numbers: dict[str, int], listed: _Liste
 
 
 def _instead(left_out: Mapping[str, int]) -> str:
-    """What a folder without images holds in their place, and what would be read."""
+    """What a folder without images holds in their place, and what to do with it."""
     if not left_out:
         return ""
-    read = ", ".join(sorted(IMAGE_SUFFIXES))
-    return f", but {shown_suffixes(left_out)}: save them as PNG or JPEG (read are {read})"
+    return f", but {shown_suffixes(left_out)}: save them as PNG or JPEG"
 
 
 def split_folder(folder: Path, names: Sequence[str]) -> Path | None:
