@@ -109,9 +109,9 @@ test-trt-rtx: $(RTX)/.installed
 bench: $(STAMP)
 	$(PY) benchmarks/models.py $(ARGS)
 
-# ARGS="--dry-run --out /tmp/gpu-day" tries it on a CPU
+# ARGS="--dry-run --out /tmp/gpu" tries it on a CPU
 gpu: $(STAMP)
-	$(PY) benchmarks/gpu_day.py $(or $(ARGS),--out bench/gpu-day)
+	$(PY) benchmarks/gpu.py $(or $(ARGS),--out bench/gpu)
 
 eval-weights: $(STAMP)
 	$(PY) scripts/eval_weights.py $(ARGS)
