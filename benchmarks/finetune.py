@@ -1,183 +1,176 @@
-"""Fine-tuning on small sets against training from scratch with the same budget, as a markdown table.
+"""What fine-tuning gains over training from scratch: maintainers run it when the defaults of `capszoo finetune` change.
 
-    python benchmarks/finetune.py --data FOLDER                 # the table of docs/fine-tune.md: 3 seeds each
-    python benchmarks/finetune.py --data FOLDER --only "Fashion" --seeds 1 --set optimizer.lr=0.001
-    python benchmarks/finetune.py --data FOLDER --search        # the runs that the defaults come from
+    CAPSZOO_DATA=FOLDER python benchmarks/finetune.py --out DIR               # the rows of docs/fine-tune-results.md
+    CAPSZOO_DATA=FOLDER python benchmarks/finetune.py --out DIR --only Fashion --seeds 1 --set optimizer.lr=0.001
 
-Each task is a folder of PNG files, 50 per class, sampled from the training images with the run's seed. Both sides
-see the same images, of which a fifth of each class is held out for early stopping, and have the same recipe: the same
-maximum number of updates, rates, augmentation. Only the initial weights differ, and the layers' rates, which are scaled
-for pretrained weights. Results are on all test images of the classes, which select nothing; the search
-uses only validation images.
+Every run is a `capszoo finetune` command, which is printed and run in DIR; the same command resumes. Each row has a
+folder of training images, drawn with the run's seed, and of all test images of its classes. Both sides see the same
+images, a fifth of which is held out for early stopping, and have the same recipe. Only the initial weights differ, and
+the layers' rates, which are scaled for pretrained weights. Test accuracy is measured once, at the end.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import shutil
+import os
+import shlex
 import statistics
+import subprocess
 import sys
-import tempfile
 import zlib
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a plain checkout works too
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # a plain checkout works too
 
 import torch
 from PIL import Image
 
 from capszoo.data import ImageSet, load_dataset
-from capszoo.errors import CapszooError
-from capszoo.recipes.evaluate import evaluate
-from capszoo.recipes.finetune import finetune
-
-PER_CLASS = 50
-BASE = ("precision=bf16",)
-"""Settings of all runs: bfloat16 is quicker on the processors that these figures come from."""
+from capszoo.recipes.weights import finished_metadata
 
 
 @dataclass(frozen=True)
-class Task:
-    """A row: weights, and the images that they are fine-tuned on."""
+class Row:
+    """A row of the table: what is fine-tuned (arguments of `capszoo finetune`), on how many images of which classes."""
 
     title: str
-    model: str
+    start: tuple[str, ...]
     data: str
-    classes: tuple[int, ...]
+    per_class: int = 50
+    classes: tuple[int, ...] = tuple(range(10))
+    settings: tuple[str, ...] = ("precision=bf16",)
 
 
-TASKS = (
-    Task(
-        "MNIST → Fashion-MNIST, 10 classes", "resnet20_routingcaps.mnist", "fashion_mnist", tuple(range(10))
-    ),
-    Task("MNIST → Fashion-MNIST, 10 classes", "idpa_cnn.mnist", "fashion_mnist", tuple(range(10))),
-    Task("CIFAR-10 → 5 of its classes*", "resnet20_routingpool.cifar10", "cifar10", (1, 3, 5, 7, 9)),
+def _head(name: str, *settings: str) -> Row:
+    start = ("--backbone", "local-dir:backbone", "--head", name, "--epochs", "10")
+    return Row("CIFAR-100 → CIFAR-10", start, "cifar10", 500, settings=("data.augment.flip=true", *settings))
+
+
+ROWS = (
+    Row("MNIST → Fashion-MNIST", ("resnet20_routingcaps.mnist",), "fashion_mnist"),
+    Row("MNIST → Fashion-MNIST", ("idpa_cnn.mnist",), "fashion_mnist"),
+    Row("CIFAR-10 → 5 of its classes", ("resnet20_routingpool.cifar10",), "cifar10", classes=(1, 3, 5, 7, 9)),
+    _head("idpa", "model_args.max_grid=4"),  # this grid trains about as fast as average pooling
+    _head("avg"),
 )
 
-SEARCH = (
-    ["optimizer.lr=0.001"],
-    ["optimizer.lr=0.003"],
-    ["optimizer.lr=0.01"],
-    ["optimizer.lr=0.003", "optimizer.layer_decay=1.0"],
-    ["optimizer.lr=0.003", "optimizer.layer_decay=0.65"],
-    ["optimizer.lr=0.003", "init.freeze=[body]"],
-    ["optimizer.lr=0.003", "init.freeze=[all]"],
+#: The backbone of `_head`: ResNet-20 on CIFAR-100 by the recipe that compares heads on CIFAR-10; this head needs no
+#: clipping. Then the run as a folder for `local-dir:`.
+BACKBONE = (
+    "train resnet20_avg.cifar10 --profile comparison --epochs 8 --set data.name=cifar100 --set tag=cifar100 "
+    "--set clip_grad=null --out runs/cifar100",
+    "publish runs/cifar100 me/backbone --dry-run --out backbone",
 )
 
 
-def folder_name(label: str) -> str:
-    return label.replace("/", "_")
-
-
-def write_folder(folder: Path, task: Task, data: Path, seed: int) -> Path:
-    """Write the task's training images as files, a sub-folder per class."""
-    images = load_dataset(task.data, "train", data)
-    assert isinstance(images, ImageSet)
-    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))
+def write_photos(folder: Path, row: Row, seed: int) -> None:
+    """Write images as files, a sub-folder per class: `train`, which the seed samples, and `test`, all of them."""
     unfinished = folder.with_name(f"{folder.name}.unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)  # of an interrupted call
-    for kind in task.classes:
-        place = unfinished / folder_name(images.spec.label_names[kind])
-        place.mkdir(parents=True)
-        for index in order[images.labels[order] == kind][:PER_CLASS].tolist():
-            pixels = images.images[index].permute(1, 2, 0).squeeze(2).numpy()
-            Image.fromarray(pixels).save(place / f"{index:05d}.png")
+    for split in ("train", "test"):
+        images = load_dataset(row.data, split)
+        assert isinstance(images, ImageSet)
+        order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))
+        for kind in row.classes:
+            place = unfinished / split / images.spec.label_names[kind].replace("/", "_")
+            place.mkdir(parents=True, exist_ok=True)
+            chosen = order[images.labels[order] == kind]
+            for index in chosen[: row.per_class if split == "train" else None].tolist():
+                pixels = images.images[index].permute(1, 2, 0).squeeze(2).numpy()
+                Image.fromarray(pixels).save(place / f"{index:05d}.png")
     unfinished.rename(folder)
-    return folder
 
 
-def test_images(task: Task, data: Path) -> ImageSet:
-    """All test images of the task's classes, with the folder's labels: in alphabetical order."""
-    images = load_dataset(task.data, "test", data)
-    assert isinstance(images, ImageSet)
-    names = sorted(folder_name(images.spec.label_names[kind]) for kind in task.classes)
-    label = torch.full((images.spec.num_classes,), -1)
-    for kind in task.classes:
-        label[kind] = names.index(folder_name(images.spec.label_names[kind]))
-    wanted = (label[images.labels] >= 0).nonzero().flatten()
-    chosen = images.subset(wanted)
-    return replace(chosen, labels=label[chosen.labels], spec=replace(images.spec, label_names=tuple(names)))
+def capszoo(command: Sequence[str], out: Path) -> None:
+    """Run a `capszoo` command in `out`; raises `SystemExit` if it fails."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    print(f"$ capszoo {shlex.join(command)}", flush=True)
+    whole = [sys.executable, "-m", "capszoo", *command]
+    if subprocess.run(whole, cwd=out, env={**os.environ, "PYTHONPATH": path}).returncode:
+        sys.exit(f"error: capszoo {command[0]} failed; the same command resumes")
 
 
-def measure(
-    task: Task, data: Path, seed: int, scratch: bool, overrides: list[str], work: Path, test: bool = True
-) -> dict[str, float]:
-    """Accuracy on the validation images, and with ``test`` on the test images; the run's updates and seconds."""
-    folder = work / f"{task.data}-{len(task.classes)}-{seed}"
-    if not folder.is_dir():
-        write_folder(folder, task, data, seed)
-    out = (
-        work
-        / f"run-{task.model}-{seed}-{'scratch' if scratch else 'tuned'}-{zlib.crc32(repr(overrides).encode())}"
-    )
-    sets = [f"seed={seed}", *BASE, *overrides]
-    result = finetune(task.model, folder, out, tag="small", from_scratch=scratch, overrides=sets, cpu=True)
-    raw = json.loads(Path(result["weights"]).with_suffix(".json").read_text())
-    found = {
-        "seconds": raw["train_seconds"],
-        "updates": result["step"],
-        "validation": result["validation"]["top1"],
-    }
-    return found | ({"test": evaluate(result["weights"], test_images(task, data))["top1"]} if test else {})
+def measure(row: Row, seed: int, scratch: bool, changes: Sequence[str], out: Path) -> dict[str, Any]:
+    """The metadata of one run, which is trained unless it is finished."""
+    photos = f"photos-{row.data}-{len(row.classes)}-{row.per_class}.{seed}"
+    settings = [*row.settings, *changes]
+    digest = zlib.crc32(repr((row, changes)).encode())
+    run = f"runs/{digest:08x}.{seed}{'.scratch' if scratch else ''}"
+    if not (out / photos).is_dir():
+        write_photos(out / photos, row, seed)
+    if finished_metadata(out / run) is None:
+        command = [
+            "finetune",
+            *row.start,
+            "--data",
+            photos,
+            "--tag",
+            "small",
+            "--seed",
+            str(seed),
+            "--out",
+            run,
+        ]
+        command += [word for setting in settings for word in ("--set", setting)]
+        capszoo([*command, *(["--from-scratch"] if scratch else [])], out)
+    metadata = finished_metadata(out / run)
+    assert metadata is not None
+    return metadata
 
 
-def shown(values: list[float]) -> str:
+def shown(values: Sequence[float]) -> str:
     """Mean ± (sample) standard deviation, if there are several values."""
     spread = f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else ""
     return f"{statistics.mean(values):.1f}{spread}"
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+def line(row: Row, tuned: Sequence[dict[str, Any]], scratch: Sequence[dict[str, Any]]) -> str:
+    """A line of the table, of the runs' metadata."""
+
+    def accuracies(runs: Sequence[dict[str, Any]], split: str) -> list[float]:
+        return [run["metrics"][split]["top1"] for run in runs]
+
+    sides = [accuracies(side, "test") for side in (tuned, scratch)]
+    gains = [a - b for a, b in zip(*sides, strict=True)]
+    cells = (
+        row.title,
+        f"`{' '.join(row.start)}`",
+        f"{tuned[0]['num_params']:,}",
+        *map(shown, (*sides, gains, accuracies(tuned, "validation"))),
+        f"{statistics.mean(run['train_seconds'] for run in (*tuned, *scratch)):.0f}",
     )
-    parser.add_argument("--data", type=Path, required=True, help="folder of the data sets")
-    parser.add_argument("--only", default="", help="rows whose title or weights contain this")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="as for capszoo finetune"
-    )
-    parser.add_argument("--search", action="store_true", help="try settings; validation images only")
-    parser.add_argument("--work", type=Path, help="folder to keep; finished runs in it are not made again")
+    return f"| {' | '.join(cells)} |"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder of the runs; the same folder resumes")
+    parser.add_argument("--only", default="", help="rows whose title or command contains this")
+    parser.add_argument("--seeds", type=int, default=3, help="number of seeds (default: 3)")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of all runs")
     args = parser.parse_args(argv)
-    tasks = [task for task in TASKS if args.only.lower() in f"{task.title} {task.model}".lower()]
-    with tempfile.TemporaryDirectory() as name:
-        work = args.work or Path(name)
-        if args.search:
-            print("| settings | " + " | ".join(task.model for task in tasks) + " |")
-            print("|---|" + "---:|" * len(tasks))
-            for settings in SEARCH:
-                cells = []
-                for task in tasks:
-                    runs = [
-                        measure(task, args.data, k, False, [*settings, *args.set], work)
-                        for k in range(args.seeds)
-                    ]
-                    cells.append(shown([run["validation"] for run in runs]))
-                print(f"| {', '.join(settings)} | {' | '.join(cells)} |", flush=True)
-            return 0
-        print("| task | weights | fine-tuned, % | from scratch, % | updates | seconds a run |")
-        print("|---|---|---:|---:|---:|---:|")
-        for task in tasks:
-            sides = {
-                scratch: [measure(task, args.data, k, scratch, args.set, work) for k in range(args.seeds)]
-                for scratch in (False, True)
-            }
-            tuned, scratch = ([run["test"] for run in sides[side]] for side in (False, True))
-            updates = " / ".join(shown([run["updates"] for run in sides[side]]) for side in (False, True))
-            seconds = " / ".join(shown([run["seconds"] for run in sides[side]]) for side in (False, True))
-            print(
-                f"| {task.title} | `{task.model}` | {shown(tuned)} | {shown(scratch)} | {updates} | {seconds} |",
-                flush=True,
-            )
+    out: Path = args.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    rows = [row for row in ROWS if args.only.lower() in f"{row.title} {' '.join(row.start)}".lower()]
+    lines = [
+        "| task | fine-tuned | parameters | test, % | from scratch, % | difference | validation, % | s a run |",
+        "|---|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for row in rows:
+        if "local-dir:backbone" in row.start and not (out / "backbone").is_dir():
+            for command in BACKBONE:
+                capszoo(command.split(), out)
+        tuned, scratch = (
+            [measure(row, seed, side, args.set, out) for seed in range(args.seeds)] for side in (False, True)
+        )
+        lines.append(line(row, tuned, scratch))
+    print("\n".join(lines), flush=True)
     return 0
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except CapszooError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+    sys.exit(main())

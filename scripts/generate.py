@@ -3,7 +3,7 @@ benchmarks.md, fine-tune.md, models.md and robustness.md in docs, the curves and
 docs/publish.md.
 
 The sources are timm's registry (names, docstrings, parameter counts), the recipe files with their header
-comments, the metadata beside the weights, and the results of benchmarks/models.py, export.py, heads.py, transfer.py,
+comments, the metadata beside the weights, and the results of benchmarks/models.py, export.py, heads.py,
 robustness.py and ``make test-trt-rtx`` in benchmarks/results. ``--check`` writes nothing and fails if a file is out of
 date; a test does the same.
 """
@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT))  # a plain checkout works too
 from timm.models import model_entrypoint
 
 import capszoo
-from benchmarks import heads, robustness, transfer
+from benchmarks import heads, robustness
 from capszoo._pretrained.catalogue import CATALOGUE, checkpoints
 from capszoo._pretrained.info import (
     WeightsInfo,
@@ -386,7 +386,6 @@ def outputs() -> dict[Path, str]:
         ROOT / "docs" / "fine-tune.md": {
             "head-cost": heads.cost_table(heads.stored()),
             "backbones": heads.backbones_table(heads.stored()),
-            "transfer": transfer.section(),
         },
         ROOT / "docs" / "robustness.md": {
             "corruptions-colour": robustness.corruption_table(3),

@@ -1,9 +1,8 @@
-"""The benchmarks of heads and of transfer: tables say no more than the results, and the documented commands are run."""
+"""The benchmarks of heads and of fine-tuning: tables say no more than the results; the commands exist."""
 
 from __future__ import annotations
 
-import json
-import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,108 +10,72 @@ import pytest
 from PIL import Image
 from typer.main import get_command
 
-from benchmarks import heads, transfer
+from benchmarks import finetune, heads
 from capszoo.models._heads import HEADS
-from capszoo.recipes.config import load_recipe
-
-BACKBONE = {"test": 50.04, "epochs": 8, "hardware": "a machine", "torch": "2.9"}
-
-
-def row(seed: int, pretrained: bool, top1: float, head: str = "idpa") -> dict[str, Any]:
-    return {
-        "head": head,
-        "seed": seed,
-        "pretrained": pretrained,
-        "top1": top1,
-        "n": 10000,
-        "parameters": 650209,
-    }
+from tests.support import packed
 
 
 def test_without_results_the_pages_say_so() -> None:
-    for text in (heads.cost_table({}), heads.backbones_table({}), transfer.section({})):
+    for text in (heads.cost_table({}), heads.backbones_table({})):
         assert "No figures yet" in text and "|" not in text
 
 
-def test_transfer_is_compared_seed_by_seed() -> None:
-    pairs = [(0, 80.0, 70.0), (1, 82.0, 71.0), (2, 84.0, 75.0)]
-    rows = [row(seed, kind, top1) for seed, a, b in pairs for kind, top1 in ((True, a), (False, b))]
-    rows.append(row(3, True, 10.0))  # no twin yet: it does not count
-    text = transfer.section({"backbone": BACKBONE, "rows": rows})
-    assert "| `idpa` | 650,209 | 82.0 ± 2.0 | 72.0 ± 2.6 | 10.0 ± 1.0 | 3 |" in text
-    assert "50.0% on the test images of CIFAR-100 after 8 epochs" in text and "all 10,000 test images" in text
-    assert "`avg`" not in text
+def test_fine_tuning_is_compared_seed_by_seed() -> None:
+    def runs(*top1: float) -> list[dict[str, Any]]:
+        return [
+            {
+                "metrics": {"test": {"top1": value}, "validation": {"top1": 50.0}},
+                "num_params": 650209,
+                "train_seconds": 3,
+            }
+            for value in top1
+        ]
+
+    text = finetune.line(finetune.ROWS[3], runs(80.0, 82.0, 84.0), runs(70.0, 71.0, 75.0))
+    assert "| 650,209 | 82.0 ± 2.0 | 72.0 ± 2.6 | 10.0 ± 1.0 | 50.0 ± 0.0 | 3 |" in text
 
 
-def test_the_commands_of_transfer_are_taken_by_the_command_line() -> None:
-    """Every option exists, and the recipe is a valid one."""
-    group = get_command(__import__("capszoo.cli", fromlist=["app"]).app)
-    commands = [
-        shlex.split(line)[1:] for line in transfer.section({}).splitlines() if line.startswith("capszoo ")
-    ]
-    assert [command[0] for command in commands] == [
-        "train",
-        "publish",
-        "finetune",
-        "finetune",
-        "eval",
-        "eval",
-    ]
-    for name, *arguments in commands:
-        group.commands[name].make_context(name, arguments)  # type: ignore[attr-defined]
-    train = commands[0]
-    sets = [train[k + 1] for k, word in enumerate(train) if word == "--set"]
-    recipe = load_recipe("resnet20_avg.cifar10", [*sets, "epochs=8"], "comparison")
-    assert (
-        recipe.name == "resnet20_avg.cifar100"
-        and recipe.data.name == "cifar100"
-        and recipe.precision == "bf16"
-    )
-    tuned, scratch = (set(command) for command in commands[2:4])
-    assert scratch - tuned == {"--from-scratch", "runs/idpa.0.scratch"}, "both sides have one recipe"
-
-
-def test_a_finished_run_is_not_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_of_fine_tuning_are_commands_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every option exists, and both sides have one recipe."""
+    group: Any = get_command(__import__("capszoo.cli", fromlist=["app"]).app)
     made: list[list[str]] = []
-    finished = {"metrics": {"validation": {"top1": 1.0}, "test": {"top1": 2.0}}, "recipe": {"epochs": 8}}
-    finished |= {"train_seconds": 3, "hardware": "h", "versions": {"torch": "t"}, "num_params": 4}
+    finished: dict[str, Any] = {}
+    metadata = {
+        "metrics": dict.fromkeys(("test", "validation"), {"top1": 1.0}),
+        "num_params": 4,
+        "train_seconds": 3,
+    }
 
-    def pretend(command: list[str], out: Path, threads: int, capture: bool = False) -> str:
+    def pretend(command: list[str], out: Path) -> None:
         made.append(command)
-        if command[0] == "publish":
-            (out / "backbone").mkdir()
-        if len(made) == 5:
-            raise SystemExit("stopped")
-        return json.dumps({"top1": 60.0, "n": 10000})
+        group.commands[command[0]].make_context(command[0], list(command[1:]))
+        (out / "backbone").mkdir(exist_ok=True)
+        finished[command[command.index("--out") + 1]] = metadata
 
-    monkeypatch.setattr(transfer, "capszoo", pretend)
-    monkeypatch.setattr(transfer, "metadata", lambda run: finished)
-    monkeypatch.setattr(transfer, "write_photos", lambda folder, seed, count: folder.mkdir())
-    arguments = ["--out", str(tmp_path / "out"), "--json", str(tmp_path / "found.json"), "--seeds", "0"]
-    with pytest.raises(SystemExit, match="stopped"):
-        transfer.main([*arguments, "--heads", "idpa"])
-    before = list(made)
-    assert transfer.main([*arguments, "--heads", "idpa"]) == 0
-    kinds = [command[0] for command in made[len(before) :]]
-    assert kinds == ["finetune", "eval"], "the backbone and the first run are there; the second is done anew"
-    assert "--from-scratch" in made[-2]
-    assert len(json.loads((tmp_path / "found.json").read_text())["rows"]) == 2
+    monkeypatch.setattr(finetune, "capszoo", pretend)
+    monkeypatch.setattr(
+        finetune, "finished_metadata", lambda run: finished.get(str(run.relative_to(tmp_path)))
+    )
+    monkeypatch.setattr(finetune, "write_photos", lambda folder, *_: folder.mkdir())
+    arguments = ["--out", str(tmp_path), "--only", "idpa --epochs", "--seeds", "1"]
+    assert finetune.main(arguments) == 0
+    assert [command[0] for command in made] == ["train", "publish", "finetune", "finetune"]
+    tuned, scratch = made[2:]
+    assert {*scratch} - {*tuned} == {"--from-scratch", f"{tuned[tuned.index('--out') + 1]}.scratch"}
+    assert finetune.main(arguments) == 0 and len(made) == 4
 
 
 def test_photos_are_drawn_class_by_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, root: Path) -> None:
-    from tests.support import packed
-
     images = packed(root, "cifar10")
-    monkeypatch.setattr("capszoo.data.load_dataset", lambda *_: images)
+    monkeypatch.setattr(finetune, "load_dataset", lambda *_: images)
     for seed in (0, 1):
-        transfer.write_photos(tmp_path / str(seed), seed, 3)
-    names = [{path.name for path in (tmp_path / str(seed)).glob("*/*.png")} for seed in (0, 1)]
-    assert [len(found) for found in names] == [30, 30] and names[0] != names[1]
-    assert sorted(path.name for path in (tmp_path / "0").iterdir()) == sorted(images.spec.label_names)
-    assert sorted(images.spec.label_names) == list(images.spec.label_names), (
-        "a folder keeps the labels' order"
-    )
-    first = next((tmp_path / "0" / "cat").glob("*.png"))
+        finetune.write_photos(tmp_path / str(seed), replace(finetune.ROWS[2], per_class=3), seed)
+    names = [{path.name for path in (tmp_path / str(seed)).glob("train/*/*.png")} for seed in (0, 1)]
+    assert [len(found) for found in names] == [15, 15] and names[0] != names[1]
+    odd = [images.spec.label_names[kind] for kind in (1, 3, 5, 7, 9)]
+    assert sorted(path.name for path in (tmp_path / "0" / "test").iterdir()) == sorted(odd)
+    assert len(list((tmp_path / "0" / "test").glob("*/*.png"))) == int((images.labels % 2 == 1).sum())
+    first = next((tmp_path / "0" / "train" / "cat").glob("*.png"))
     pixels = images.images[int(first.stem)].permute(1, 2, 0).numpy()
     assert (pixels == Image.open(first)).all()
 
