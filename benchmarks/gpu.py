@@ -396,7 +396,7 @@ def runs(settings: Settings) -> dict[str, Item]:
         command = [sys.executable, "-m", "capszoo", "train", recipe, "--data", str(data), "--out", str(out)]
         for change in (*changes, "precision=bf16"):
             command += ["--set", change]
-        said = call([*command, *(["--cpu"] if settings.dry_run else [])])
+        said = call([*command, *(["--device", "cpu"] if settings.dry_run else [])])
         (file,) = out.glob("*.*.json")
         metadata, last = json.loads(file.read_text()), said.strip().splitlines()[-1]
         records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
