@@ -34,7 +34,7 @@ def test_the_queue_names_recipes_targets_and_twins(
     assert [item.tier for item in items] == sorted(item.tier or 9 for item in items), "tier by tier"
     assert main(["list", "--out", str(tmp_path)]) == 0
     shown = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
-    assert "in zoo" in shown["cnn6.mnist.seed1"] and "0/40" in shown["capsnet_em.cifar10"]
+    assert "in zoo" in shown["cnn6.mnist.seed1"] and " 0/" in shown["capsnet_em.cifar10"]
     assert main(["list", "cnn6.nothing"]) == 1 and "cnn6.nothing" in capsys.readouterr().err
 
 
