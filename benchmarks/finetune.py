@@ -1,6 +1,6 @@
 """What fine-tuning gains over training from scratch: maintainers run it when the defaults of `capszoo finetune` change.
 
-    CAPSZOO_DATA=FOLDER python benchmarks/finetune.py --out DIR               # the rows of docs/fine-tune-results.md
+    CAPSZOO_DATA=FOLDER python benchmarks/finetune.py --out DIR               # the rows of docs/fine-tune.md
     CAPSZOO_DATA=FOLDER python benchmarks/finetune.py --out DIR --only Fashion --seeds 1 --set optimizer.lr=0.001
 
 Every run is a `capszoo finetune` command, which is printed and run in DIR; the same command resumes. Each row has a

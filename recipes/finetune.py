@@ -49,7 +49,7 @@ from .weights import amend_metadata
 
 __all__ = ["Source", "find_source", "finetune", "finetune_recipe"]
 
-# Settings for small sets; docs/fine-tune-results.md has the results of `python benchmarks/finetune.py`.
+# Settings for small sets; docs/fine-tune.md has the results of `python benchmarks/finetune.py`.
 LEARNING_RATE = 0.003
 LAYER_DECAY = 0.8
 UPDATES = 240
