@@ -23,32 +23,27 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from timm.models import is_model
 from torch import nn
 
 from ._pretrained.catalogue import check_path, checkpoints, exported_file, pickled_remedy, without_weights
 from ._pretrained.checks import ModelConfig
-from ._pretrained.demand import check_demand, fitting
 from ._pretrained.exported import OnnxModel
-from ._pretrained.facts import own_facts, set_own_facts
 from ._pretrained.files import (
     METADATA_FILENAME,
     checked_pair,
     hub_config,
-    load_safetensors,
     locate_weights,
     read_cached,
 )
 from ._pretrained.info import WeightsInfo, default_weights, run_weights
 from ._utils.devices import resolve_device
 from ._utils.hub import is_hub_error, refusal
-from .errors import CapszooError, UsageError, WeightsError, unknown_name
-from .models._builder import NO_SOURCE
+from .errors import CapszooError, UsageError, WeightsError
+from .models._builder import create_described
 from .models._factory import create_model, list_models, list_pretrained
 
 if TYPE_CHECKING:
@@ -227,7 +222,11 @@ class Checkpoint:
 
     def _from_file(self, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:
         assert self.path is not None
-        return _model_of_pair(*checked_pair(self.path), pretrained, kwargs)
+        weights, info = checked_pair(self.path)
+        model = create_described(info.config, str(weights), weights if pretrained else None, **kwargs)
+        cfg: Any = model.pretrained_cfg
+        cfg["file"] = str(weights)  # the source; set only now, because timm would read it
+        return model
 
 
 def resolve(model: str | Path) -> Checkpoint:
@@ -318,48 +317,6 @@ def _hub_metadata(repo_id: str) -> dict[str, Any]:
             "run the command once with a connection"
         ) from error
     return read_cached(path, lambda file: WeightsInfo.from_json(file).raw, fetch)
-
-
-def _model_of_pair(weights: Path, info: WeightsInfo, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:
-    """The model that metadata describe, with the weights that :func:`checked_pair` found beside them.
-
-    Raises:
-        WeightsError: the metadata do not describe these weights, or no model.
-    """
-    if not is_model(info.architecture):
-        raise WeightsError(f"{weights}: {unknown_name('architecture', info.architecture, list_models())}")
-    about: dict[str, Any] = dict(
-        NO_SOURCE,
-        tag="",
-        num_classes=info.num_classes,
-        input_size=info.input_size,
-        mean=info.mean,
-        std=info.std,
-        interpolation=info.interpolation,
-        crop_pct=info.crop_pct,
-        crop_mode=info.crop_mode,
-        label_names=info.label_names,
-    )
-    stated = {"num_classes": info.num_classes, "in_chans": info.input_size[0]}
-    described = {**stated, **info.model_args}
-    arguments = {**described, **kwargs}
-    create = partial(create_model, info.architecture)
-    # timm would adapt the first convolution of its architectures from three channels, but the file may have others
-    exact = info.architecture not in list_models() and all(arguments[k] == v for k, v in stated.items())
-    state = load_safetensors(weights) if pretrained else None
-    check_demand(partial(create, pretrained_cfg_overlay=dict(about), **described), state, str(weights))
-    with fitting(str(weights)):
-        if state is not None and exact:
-            model = create(pretrained_cfg_overlay=about, **arguments)
-            model.load_state_dict(state)
-        else:
-            overlay = {**about, "state_dict": state} if pretrained else about
-            model = create(pretrained=pretrained, pretrained_cfg_overlay=overlay, **arguments)
-    cfg: dict[str, Any] = model.pretrained_cfg  # type: ignore[assignment]
-    cfg.pop("state_dict", None)
-    set_own_facts(cfg, {**own_facts(cfg), **info.own_keys})
-    cfg["file"] = str(weights)  # the source; set only now, because timm would read it
-    return model
 
 
 def model_from_file(path: str | Path) -> tuple[nn.Module, WeightsInfo]:

@@ -17,7 +17,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from .._utils.files import PACKAGE_FOLDER
 from ..errors import CapszooError, WeightsError
-from .checks import check_model_args, check_object_size, checked_sections, checked_value, read_json_object
+from .checks import (
+    ModelConfig,
+    check_model_args,
+    check_object_size,
+    checked_sections,
+    checked_value,
+    read_json_object,
+)
 from .checks import own_keys as checked_own_keys
 from .facts import SCORE_KINDS, kind_for
 
@@ -152,6 +159,23 @@ class WeightsInfo:
         if isinstance(data, dict) and data.get("mean"):
             stated["inherited_mean"] = True
         return stated
+
+    @property
+    def config(self) -> ModelConfig:
+        """The description of the model, as a ``config.json`` gives it."""
+        keys = (
+            "num_classes",
+            "input_size",
+            "mean",
+            "std",
+            "interpolation",
+            "crop_pct",
+            "crop_mode",
+            "label_names",
+        )
+        cfg = {key: getattr(self, key) for key in (*keys, "license", "description")}
+        args = {"num_classes": self.num_classes, "in_chans": self.input_size[0], **self.model_args}
+        return ModelConfig(self.architecture, cfg, args, self.sha256, self.own_keys)
 
     @property
     def metadata(self) -> Metadata:

@@ -33,7 +33,7 @@ from .._pretrained.files import (
     local_weights,
 )
 from ..errors import WeightsError
-from ._builder import stranger_cfg
+from ._builder import untrusted_config
 
 __all__ = ["BackboneFeatures", "backbone_args", "create_backbone", "described_backbone", "first_convolution"]
 
@@ -408,7 +408,7 @@ def create_backbone(
     if config is None:
         cfg = _registered_cfg(target)
     else:  # timm would read the file itself, with every source that it names and no check of the sha256
-        described = stranger_cfg(config.cfg, architecture, target)
+        described = untrusted_config(config.cfg, architecture, target)
         cfg = PretrainedCfg(**described)
         arguments = {**backbone_args(config), **arguments, "pretrained_cfg": described}
     state: Dict[str, Tensor] = {}
@@ -498,7 +498,7 @@ def create_backbone_cfg(name: str, config: Optional[ModelConfig]) -> Dict[str, A
     """
     _, target = parse_model_name(name)
     if config is not None:
-        return stranger_cfg(config.cfg, config.architecture, target)
+        return untrusted_config(config.cfg, config.architecture, target)
     cfg = _registered_cfg(target)
     return cfg.to_dict() if cfg is not None else {}
 

@@ -6,7 +6,6 @@ import fnmatch
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +20,11 @@ from timm.models import (
 from torch import nn
 
 from .._pretrained.catalogue import check_name, checkpoints, shell_pattern
-from .._pretrained.checks import ModelConfig
-from .._pretrained.demand import check_demand, fitting
-from .._pretrained.facts import model_input_size, own_facts, set_own_facts
-from .._pretrained.files import download_weights, hub_config, load_safetensors, local_weights
+from .._pretrained.facts import model_input_size
 from .._pretrained.info import WeightsInfo
-from ..errors import UnknownArgument, UnknownModel, WeightsError, unknown_name
+from ..errors import UnknownArgument, UnknownModel, unknown_name
 from . import MODULES
-from ._builder import plain, stranger_cfg, trusted_tag
+from ._builder import create_registered, create_saved, plain
 
 __all__ = [
     "ModelInfo",
@@ -98,51 +94,6 @@ def _check_name(name: str) -> None:
             raise UnknownModel(unknown_name("model", name, known or [architecture])) from error
 
 
-def _create_described(source: str, target: str, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:
-    """Create the model that a ``config.json`` describes, from a repository of the Hub or a folder.
-
-    timm reads such files too, but would load from any source of weights that they name. Here they only describe the
-    model (see :mod:`capszoo._pretrained.demand`), and weights come only from ``model.safetensors`` beside them.
-    """
-    cache_dir = kwargs.get("cache_dir")
-    if source == "hf-hub":
-        config = hub_config(target, cache_dir)
-    else:
-        path = Path(target) / "config.json"
-        if not path.is_file():
-            raise WeightsError(
-                f"{target}: no config.json in this folder: name one that has it; capszoo.load reads runs of training"
-            )
-        config = ModelConfig.read(path)
-    if not is_model(config.architecture):
-        known = list_models()
-        raise WeightsError(
-            f"{target}: config.json: {unknown_name('architecture', config.architecture, known)}"
-        )
-    cfg = stranger_cfg(config.cfg, config.architecture, target, config.architecture in list_models())
-    cfg["tag"] = trusted_tag(config.architecture, config.cfg.get("tag"), config.sha256)
-    create = partial(timm.create_model, config.architecture)
-    state = None
-    if pretrained:
-        if source == "hf-hub":
-            path = download_weights(target, cache_dir, config.sha256 or "")
-        else:
-            path, _ = local_weights(target)
-        state = load_safetensors(path)
-    check_demand(partial(create, pretrained_cfg=dict(cfg), **config.model_args), state, target)
-    if state is not None:
-        cfg["state_dict"] = state
-    with fitting(target):
-        model = create(pretrained=pretrained, pretrained_cfg=cfg, **{**config.model_args, **kwargs})
-    about: dict[str, Any] = model.pretrained_cfg  # type: ignore[assignment]
-    about.pop("state_dict", None)
-    if config.own_keys:
-        set_own_facts(about, {**own_facts(about), **config.own_keys})
-    if source == "hf-hub":
-        about["hf_hub_id"] = target
-    return model
-
-
 def create_model(
     name: str,
     pretrained: bool = False,
@@ -196,15 +147,8 @@ def create_model(
     # here too: timm records the caller's, for `save_for_hf`
     kwargs = {k: plain(v) for k, v in kwargs.items()}
     if source:
-        return _create_described(source, target, pretrained, kwargs)
-    model = timm.create_model(name, pretrained=pretrained, **kwargs)
-    cfg: dict[str, Any] = getattr(model, "pretrained_cfg", None) or {}
-    own = own_facts(cfg).get("model_args", {})
-    if "backbone" in own:  # timm recorded the caller's, which may name a folder and weights
-        recorded: Any = model._model_args
-        recorded.pop("backbone_pretrained", None)
-        recorded.update(own)
-    return model
+        return create_saved(source, target, pretrained, **kwargs)
+    return create_registered(name, pretrained, **kwargs)
 
 
 @dataclass(frozen=True)
