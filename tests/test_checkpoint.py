@@ -114,7 +114,7 @@ def test_an_architecture_stands_for_its_default_weights(run: Path) -> None:
 
 def test_ray_s_answers_belong_to_weights(tmp_path: Path) -> None:
     """The key of ``predict --ray`` has the weights' sha256, also where only the file tells it."""
-    info = capszoo._pretrained.files.checkpoints(aliases=False)["resnet20_routingcaps.mnist"]
+    info = checkpoints(aliases=False)["resnet20_routingcaps.mnist"]
     assert _sha256(resolve("resnet20_routingcaps")) == info.sha256
     found = []
     for seed in (0, 1):
