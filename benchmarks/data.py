@@ -6,7 +6,7 @@
     python benchmarks/data.py --folder              # JPEG files through worker processes
 
 Each iteration of a row times in turn a batch from the pipeline alone, a training step on an existing batch, and both
-together; medians over the iterations are printed. `share` is the pipeline's part of both. Pixels are
+together; medians over the iterations are printed. ``share`` is the pipeline's part of both. Pixels are
 random: the cost does not depend on them. On a GPU every time ends with a synchronisation.
 """
 

@@ -1,9 +1,10 @@
-"""What fine-tuning gains over training from scratch: maintainers run it when the defaults of `capszoo finetune` change.
+"""What fine-tuning gains over training from scratch: maintainers run it when the defaults of ``capszoo finetune``
+change.
 
     CAPSZOO_DATA=FOLDER python benchmarks/finetune.py --out DIR               # the rows of docs/fine-tune.md
     CAPSZOO_DATA=FOLDER python benchmarks/finetune.py --out DIR --only Fashion --seeds 1 --set optimizer.lr=0.001
 
-Every run is a `capszoo finetune` command, which is printed and run in DIR; the same command resumes. Each row has a
+Every run is a ``capszoo finetune`` command, which is printed and run in DIR; the same command resumes. Each row has a
 folder of training images, drawn with the run's seed, and of all test images of its classes. Both sides see the same
 images, a fifth of which is held out for early stopping, and have the same recipe. Only the initial weights differ, and
 the layers' rates, which are scaled for pretrained weights. Test accuracy is measured once, at the end.
@@ -35,7 +36,7 @@ from capszoo.recipes.weights import finished_metadata
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the table: what is fine-tuned (arguments of `capszoo finetune`), on how many images of which classes."""
+    """A row of the table: what is tuned (arguments of ``capszoo finetune``), on how many images of which classes."""
 
     title: str
     start: tuple[str, ...]
@@ -58,8 +59,8 @@ ROWS = (
     _head("avg"),
 )
 
-#: The backbone of `_head`: ResNet-20 on CIFAR-100 by the recipe that compares heads on CIFAR-10; this head needs no
-#: clipping. Then the run as a folder for `local-dir:`.
+#: The backbone of ``_head``: ResNet-20 on CIFAR-100 by the recipe that compares heads on CIFAR-10; this head needs no
+#: clipping. Then the run as a folder for ``local-dir:``.
 BACKBONE = (
     "train resnet20_avg.cifar10 --profile comparison --epochs 8 --set data.name=cifar100 --set tag=cifar100 "
     "--set clip_grad=null --out runs/cifar100",
@@ -68,7 +69,7 @@ BACKBONE = (
 
 
 def write_photos(folder: Path, row: Row, seed: int) -> None:
-    """Write images as files, a sub-folder per class: `train`, which the seed samples, and `test`, all of them."""
+    """Write images as files, a sub-folder per class: ``train``, which the seed samples, and ``test``, all of them."""
     unfinished = folder.with_name(f"{folder.name}.unfinished")
     for split in ("train", "test"):
         images = load_dataset(row.data, split)
@@ -85,7 +86,7 @@ def write_photos(folder: Path, row: Row, seed: int) -> None:
 
 
 def capszoo(command: Sequence[str], out: Path) -> None:
-    """Run a `capszoo` command in `out`; raises `SystemExit` if it fails."""
+    """Run a ``capszoo`` command in ``out``; raises ``SystemExit`` if it fails."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     print(f"$ capszoo {shlex.join(command)}", flush=True)
     whole = [sys.executable, "-m", "capszoo", *command]

@@ -4,15 +4,16 @@
     python benchmarks/gpu.py --out bench/gpu --steps tests,train --minutes 5
     python benchmarks/gpu.py --out /tmp/gpu --dry-run             # the same code on the CPU, with tiny sizes
 
-It needs torch, timm, Triton and the checkout, no installation. Steps: `tests` (pytest's mark `gpu`), `check` (each
-routing layer against its reference in float64: new random inputs, memory filled with NaN), `layers` (time and
-memory; a layer that failed its check is not timed), `train` (training steps of one network of each routing:
-eager, compiled, as CUDA graphs; those with Triton kernels also without them), `runs` (short trainings on --data),
-`onnxruntime` and `torch_tensorrt`.
+It needs torch, timm, Triton and the checkout, no installation. Steps: ``tests`` (pytest's mark ``gpu``), ``check``
+(each
+routing layer against its reference in float64: new random inputs, memory filled with NaN), ``layers`` (time and
+memory; a layer that failed its check is not timed), ``train`` (training steps of one network of each routing:
+eager, compiled, as CUDA graphs; those with Triton kernels also without them), ``runs`` (short trainings on --data),
+``onnxruntime`` and ``torch_tensorrt``.
 
 Each step runs in a process of its own, which ends after nine minutes: a kernel that hangs or breaks the device costs
-one measurement. `<out>/<step>.json` has the measurements so far; the same command goes on with the next one.
-`<out>/report.md` and `report.json` have all of them, with card and versions. Times are medians of `n` runs in
+one measurement. ``<out>/<step>.json`` has the measurements so far; the same command goes on with the next one.
+``<out>/report.md`` and ``report.json`` have all of them, with card and versions. Times are medians of ``n`` runs in
 milliseconds. A folder holds the results of one card.
 """
 
@@ -181,7 +182,7 @@ def peak_mib(run: Callable[[], object], device: torch.device) -> float | None:
 
 
 class Case(NamedTuple):
-    """A layer, the size of its input without the batch, and the batch. `positive`: inputs lie in 0..1."""
+    """A layer, the size of its input without the batch, and the batch. ``positive``: inputs lie in 0..1."""
 
     build: Callable[[], nn.Module]
     size: tuple[int, ...]
@@ -234,7 +235,7 @@ def loop_splits(device: torch.device) -> Iterator[None]:
     """Run the body once for each way in which the kernels divide their loops, where they run on CUDA.
 
     A small batch splits the loop over the children into parts and adds them in a second kernel. A large batch has one
-    part, whose kernel normalises by itself: another code path, which is the one that `layers_` times.
+    part, whose kernel normalises by itself: another code path, which is the one that ``layers_`` times.
     """
     yield
     if device.type == "cuda":
@@ -338,7 +339,7 @@ def triton(on: bool) -> Iterator[None]:
 
 
 def train_step(spec: str, mode: str | None, settings: Settings) -> Callable[[], None]:
-    """A training step under autocast, images and filters channels-last; `mode` is torch.compile's, None: eager."""
+    """A training step under autocast, images and filters channels-last; ``mode`` is torch.compile's, None: eager."""
     model, size = build(spec)
     model.train().to(settings.device).to(memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6, momentum=0.9)
@@ -380,7 +381,7 @@ def train(settings: Settings) -> dict[str, Item]:
 
 
 def runs(settings: Settings) -> dict[str, Item]:
-    """Short trainings by `capszoo train`; the dry run has a few real digits from the tests."""
+    """Short trainings by ``capszoo train``; the dry run has a few real digits from the tests."""
 
     def one(recipe: str, changes: Sequence[str]) -> dict[str, Any]:
         out, data = settings.out / "runs" / recipe, settings.data
@@ -416,7 +417,7 @@ def call(command: Sequence[str], accepted: Sequence[int] = (0,)) -> str:
     """Run a command in the checkout and return what it printed.
 
     Raises:
-        RuntimeError: its exit code is none of `accepted`; the message has the end of the output.
+        RuntimeError: its exit code is none of ``accepted``; the message has the end of the output.
     """
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": path}
@@ -427,14 +428,14 @@ def call(command: Sequence[str], accepted: Sequence[int] = (0,)) -> str:
 
 
 def tests(settings: Settings) -> dict[str, Item]:
-    """The tests marked `gpu`, an item for each file."""
+    """The tests marked ``gpu``, an item for each file."""
     marked = re.compile(r"^(\s*@|pytestmark = )pytest\.mark\.gpu\b", re.MULTILINE)
     files = sorted(path for path in (ROOT / "tests").rglob("test_*.py") if marked.search(path.read_text()))
     return {str(path.relative_to(ROOT)): functools.partial(run_tests, path) for path in files}
 
 
 def run_tests(file: Path) -> dict[str, Any]:
-    """pytest's count for the tests marked `gpu` in a file."""
+    """pytest's count for the tests marked ``gpu`` in a file."""
     if missing := absent("pytest"):
         return missing
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", str(file)]
@@ -535,7 +536,7 @@ def write(path: Path, content: Any) -> None:
 
 
 def state(out: Path, step: str) -> dict[str, Any]:
-    """`{"items": {name: result}, "running": name}` of a step."""
+    """``{"items": {name: result}, "running": name}`` of a step."""
     path = out / f"{step}.json"
     return json.loads(path.read_text()) if path.is_file() else {"items": {}, "running": None}
 

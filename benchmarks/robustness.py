@@ -45,11 +45,11 @@ from capszoo.recipes.evaluation.target import in_float32, prepare
 from capszoo.recipes.weights import hardware
 
 RESULTS = ROOT / "benchmarks" / "results" / "robustness.json"
+#: Number of the test image in the pictures.
 IMAGE = 1
-"""Number of the test image in the pictures."""
 
+#: Images of each corruption and severity, drawn by seed 0.
 LIMIT = 1000
-"""Images of each corruption and severity, drawn by seed 0."""
 
 
 @in_float32

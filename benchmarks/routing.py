@@ -9,7 +9,7 @@ The floor of a layer is the larger of two times: its multiply-adds at the rate o
 bytes it cannot avoid (input, weights, result, once) at the speed of a large copy; both rates are measured first. A
 training step counts three times the multiply-adds and three times the bytes. The reference engine (the paper's
 procedure, line by line) is timed in turns with the engine that the layer chooses, after their values (not their
-gradients) have been compared. The naive loops (`tests/reference`, in float64) run on a small layer, and their time is
+gradients) have been compared. The naive loops (``tests/reference``, in float64) run on a small layer, and their time is
 given per vote.
 """
 
@@ -77,15 +77,15 @@ class Case:
 
     name: str
     layer: nn.Module
+    #: Of the input, without the batch.
     size: tuple[int, ...]
-    """Of the input, without the batch."""
     run: Callable[[Tensor], Tensor]
+    #: Of an image, forward.
     macs: float
-    """Of an image, forward."""
+    #: Of an image.
     votes: int
-    """Of an image."""
+    #: Inputs lie in 0..1 (activations among them).
     positive: bool = False
-    """Inputs lie in 0..1 (activations among them)."""
 
     def reference(self, x: Tensor) -> Tensor:
         """Results of the layer's reference engine."""

@@ -66,7 +66,7 @@ class NoWeights(CapszooError):
 
 @contextmanager
 def refused_arguments(name: str, kwargs: Mapping[str, Any]) -> Iterator[None]:
-    """Raise a network's complaint about the arguments that a user gave as a `UsageError`."""
+    """Raise a network's complaint about the arguments that a user gave as a ``UsageError``."""
     try:
         yield
     except CapszooError:
@@ -214,7 +214,7 @@ class Checkpoint:
         return OnnxModel(self.path)
 
     def _refuse_as_network(self) -> None:
-        """Raise `CapszooError` where the weights of an exported file are asked for."""
+        """Raise ``CapszooError`` where the weights of an exported file are asked for."""
         raise CapszooError(
             f"{self.argument} is an exported file, which has no weights to load",
             "give the model that it was made from",

@@ -53,7 +53,7 @@ class LoadedModel:
         net: the PyTorch module, in eval mode.
         labels: names of the classes.
         input_size: channels, height and width of the network's input, in pixels.
-        score_kind: kind of the scores, a key of `capszoo.scores.SCORE_KINDS`.
+        score_kind: kind of the scores, a key of ``capszoo.scores.SCORE_KINDS``.
     """
 
     def __init__(self, name: str, net: nn.Module) -> None:
@@ -127,7 +127,7 @@ class LoadedModel:
 
         Args:
             path: ``FILE.onnx``, or a folder for a bundle.
-            **options: of `capszoo.export.to_onnx.export`, or of `capszoo.export.bundle.export_bundle` for a folder:
+            **options: of ``capszoo.export.to_onnx.export``, or of ``capszoo.export.bundle.export_bundle`` for a folder:
                 ``precision``, ``batch``, ``opset``, ``routing_iters``, …
 
         Raises:

@@ -102,10 +102,10 @@ class Framing:
     """How the images of a set are framed, and which of their values are black and white.
 
     Attributes:
-        crop_mode: one of `CROP_MODES`.
+        crop_mode: one of ``CROP_MODES``.
         mean: per channel, for values in 0..1: the colour of ``border``'s padding. Empty: the data set's.
         value_range: of images with more than 8 bits a channel; ``"set"`` takes it from the training images, None from
-            each file (see `to_8_bits`).
+            each file (see ``to_8_bits``).
     """
 
     crop_mode: str = "center"
@@ -212,7 +212,7 @@ FORMATS = (
 
 @cache
 def image_formats() -> tuple[str, ...]:
-    """Those of `FORMATS` that this Pillow has, and EPS, which is recognised to be refused in clear words."""
+    """Those of ``FORMATS`` that this Pillow has, and EPS, which is recognised to be refused in clear words."""
     Image.init()
     return tuple(name for name in (*FORMATS, "EPS") if name in Image.OPEN)
 
@@ -492,7 +492,7 @@ def resize_and_crop(
 def _scales(
     image: tuple[int, int], size: tuple[int, int], crop_pct: float, crop_mode: str
 ) -> tuple[float, float]:
-    """Factors of the height and of the width of an image (width, height) in `resize_and_crop`."""
+    """Factors of the height and of the width of an image (width, height) in ``resize_and_crop``."""
     down, across = size[0] / image[1], size[1] / image[0]
     if crop_mode != "squash":
         down = across = max(down, across) if crop_mode == "center" else min(down, across)
@@ -502,12 +502,12 @@ def _scales(
 def cropped_share(
     image: tuple[int, int], size: tuple[int, int], crop_pct: float = 1.0, crop_mode: str = "center"
 ) -> float:
-    """Share of an image's area that `resize_and_crop` cuts off, 0 to 1.
+    """Share of an image's area that ``resize_and_crop`` cuts off, 0 to 1.
 
     Args:
         image: width and height, as Pillow has them.
         size: height and width of the result.
-        crop_pct, crop_mode: as for `resize_and_crop`.
+        crop_pct, crop_mode: as for ``resize_and_crop``.
     """
     down, across = _scales(image, size, crop_pct, crop_mode)
     seen = min(size[0] / down, image[1]) * min(size[1] / across, image[0])

@@ -35,11 +35,11 @@ def predict(
 
     Args:
         model: in eval mode, on its device.
-        images: one image or several: files, pictures, arrays (see `capszoo.preprocess.as_image`).
+        images: one image or several: files, pictures, arrays (see ``capszoo.preprocess.as_image``).
         topk: classes per image, limited to the number of classes.
         batch_size: images per forward pass.
         advance: called with the number of images done after each batch.
-        transform: how images are read; None uses `capszoo.preprocess.model_transform` of the model.
+        transform: how images are read; None uses ``capszoo.preprocess.model_transform`` of the model.
 
     Raises:
         UsageError: ``topk`` or ``batch_size`` below 1, a model without classes, or an array that is no image.

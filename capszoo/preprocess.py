@@ -54,7 +54,7 @@ __all__ = [
     "to_mode",
 ]
 
-#: One image: a file's path, a picture, or an array (see `as_image`).
+#: One image: a file's path, a picture, or an array (see ``as_image``).
 ImageLike: TypeAlias = "str | Path | Image.Image | np.ndarray | Tensor"
 
 _RESAMPLING = {
@@ -138,9 +138,9 @@ class ImageTransform:
         canvas: ``black`` or ``white``: the padding around an object of ``object_size``, as in training.
         inherited_mean: ``mean`` and ``std`` are not those of the training images: nothing is known of their brightness,
             and no image is said to look inverted.
-        crop_mode: ``center``, ``squash`` or ``border`` (see `capszoo.images.resize_and_crop`).
+        crop_mode: ``center``, ``squash`` or ``border`` (see ``capszoo.images.resize_and_crop``).
         value_range: black and white in images of more than 8 bits a channel, as in training; None: each file's (see
-            `capszoo.images.to_8_bits`).
+            ``capszoo.images.to_8_bits``).
     """
 
     channels: int
@@ -249,7 +249,7 @@ def model_transform(
 
 
 def model_framing(model: nn.Module) -> Framing:
-    """How data sets are framed for a model, as in `model_transform`."""
+    """How data sets are framed for a model, as in ``model_transform``."""
     cfg: dict[str, Any] = getattr(model, "pretrained_cfg", None) or {}
     channels = model_input_size(model)[0]
     mean = per_channel(cfg["mean"], channels) if cfg.get("mean") else ()

@@ -1,7 +1,7 @@
 """Batch prediction with Ray Data: the implementation of ``capszoo predict --ray ADDRESS``.
 
 The images are divided into shards of a fixed number of files. A worker predicts a shard and writes it as one parquet
-file, which appears under its final name when it is complete: `part-000000.parquet` and so on. Ray restarts a worker
+file, which appears under its final name when it is complete: ``part-000000.parquet`` and so on. Ray restarts a worker
 that dies, and retries its shard; a second call predicts the shards whose files are missing. Every node must see the
 images, the model and the output folder under the same paths.
 """
@@ -45,7 +45,7 @@ class Job:
         batch_size: images per forward pass.
         device: device of each worker.
         options: arguments of the model.
-        reading: arguments of `capszoo.preprocess.model_transform`.
+        reading: arguments of ``capszoo.preprocess.model_transform``.
     """
 
     model: str
@@ -225,7 +225,7 @@ def _cluster(address: str, workers: int | None) -> Iterator[Any]:
 def _answered(
     ray: Any, job: Job, shards: Sequence[Sequence[str]], missing: Sequence[int], workers: int | None
 ) -> Iterator[dict[str, Any]]:
-    """Yield a row for each shard of `missing` when it is finished."""
+    """Yield a row for each shard of ``missing`` when it is finished."""
     on_gpu = str(job.device).startswith("cuda")
     available = ray.cluster_resources().get("GPU" if on_gpu else "CPU", 0)
     if on_gpu and not available:

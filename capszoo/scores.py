@@ -29,7 +29,7 @@ def probabilities(scores: Tensor, kind: str) -> Tensor:
     has the sigmoid of its logit, or its length or activation.
 
     Raises:
-        KeyError: a kind that is not in `SCORE_KINDS`.
+        KeyError: a kind that is not in ``SCORE_KINDS``.
 
     Examples:
         >>> import torch
@@ -59,7 +59,7 @@ class ScoredClass:
         index: index of the class.
         label: name of the class.
         score: output of the network (capsule length, activation or logit).
-        probability: the score mapped to 0..1, see `capszoo.scores`.
+        probability: the score mapped to 0..1, see ``capszoo.scores``.
     """
 
     index: int
@@ -77,7 +77,7 @@ class ImagePrediction:
         top: the classes.
         size: original width and height of the image.
         error: empty without an error.
-        score_kind: kind of the scores, a key of `capszoo.scores.SCORE_KINDS`.
+        score_kind: kind of the scores, a key of ``capszoo.scores.SCORE_KINDS``.
         notes: notes for the user on how the image was read.
     """
 

@@ -144,7 +144,7 @@ def time_models(
         repeats: timed calls of each.
 
     Returns:
-        Rows in the format of `capszoo.export.compare.Timing.to_dict`.
+        Rows in the format of ``capszoo.export.compare.Timing.to_dict``.
     """
     rows: list[dict[str, Any]] = []
     for count in sorted(set(batches)):

@@ -1,7 +1,7 @@
 """Cache of exported files for ``capszoo predict --runtime``, keyed by the sha256 of the weights; used without torch.
 
-A cached file is a bundle (see `capszoo.export.bundle`): its gate compared it with the model before it was written, and
-its manifest has the sha256 of every file, which is checked before use. The cache is in ``$CAPSZOO_CACHE``, else in
+A cached file is a bundle (see ``capszoo.export.bundle``): its gate compared it with the model before it was written,
+and its manifest has the sha256 of every file, which is checked before use. The cache is in ``$CAPSZOO_CACHE``, else in
 ``$XDG_CACHE_HOME/capszoo``, else in ``~/.cache/capszoo``; deleting it is safe.
 """
 
@@ -140,7 +140,7 @@ def export_to_cache(
 
 
 class CachedModel:
-    """An exported file in ONNX Runtime that classifies images like `capszoo.inference.predict`, without torch.
+    """An exported file in ONNX Runtime that classifies images like ``capszoo.inference.predict``, without torch.
 
     Args:
         folder: of a bundle; or a ``.onnx`` file.
@@ -148,7 +148,7 @@ class CachedModel:
 
     Attributes:
         spec: content of ``preprocess.json``.
-        score_kind: kind of the scores, a key of `capszoo.scores.SCORE_KINDS`.
+        score_kind: kind of the scores, a key of ``capszoo.scores.SCORE_KINDS``.
     """
 
     def __init__(self, folder: Path, remedy: str = "delete it") -> None:
@@ -177,7 +177,7 @@ class CachedModel:
             topk: classes per image.
             batch_size: images per forward pass; None, or more than the file supports, uses the maximum.
             advance: called with the number of images done after each batch.
-            **reading: ``background``, ``invert``, ``fit``, as for `capszoo.preprocess.model_transform`.
+            **reading: ``background``, ``invert``, ``fit``, as for ``capszoo.preprocess.model_transform``.
         """
         check_background(reading.get("background"))
         results: list[ImagePrediction] = []

@@ -321,7 +321,7 @@ def check_images(prepared: PreparedModel) -> None:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence the exporter's messages (deprecations, a line per step), except with `--verbose`."""
+    """Silence the exporter's messages (deprecations, a line per step), except with ``--verbose``."""
     if is_verbose():
         yield
         return

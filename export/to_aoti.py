@@ -61,7 +61,7 @@ class AotiRunner:
         self.model = torch._inductor.aoti_load_package(str(path))
 
     def __call__(self, images: np.ndarray) -> list[np.ndarray]:
-        """Outputs for images ``[b, c, h, w]``; `CapszooError` for images of another size or type."""
+        """Outputs for images ``[b, c, h, w]``; ``CapszooError`` for images of another size or type."""
         if self.size is not None and (images.shape[1:], str(images.dtype)) != (tuple(self.size), self.dtype):
             raise CapszooError(
                 f"{self.path} takes {self.dtype} images [b, {', '.join(map(str, self.size))}], "

@@ -1,4 +1,4 @@
-"""Training recipes; installed as `capszoo.recipes`."""
+"""Training recipes; installed as ``capszoo.recipes``."""
 
 if __name__ != "capszoo.recipes":
     raise ImportError(

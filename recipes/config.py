@@ -1,7 +1,7 @@
 """Recipe models: a YAML file is validated by these models, and every unknown key or wrong value is one clear line.
 
-A file may contain `profiles: {short: {epochs: 20, ...}}`: other settings for the same model and tag, selected by name
-(`--profile short`) and merged into the file's settings key by key; `null` resets a key to its default.
+A file may contain ``profiles: {short: {epochs: 20, ...}}``: other settings for the same model and tag, selected by name
+(``--profile short``) and merged into the file's settings key by key; ``null`` resets a key to its default.
 """
 
 from __future__ import annotations
@@ -53,22 +53,23 @@ __all__ = [
 ]
 
 #: Keys of a recipe that suit the processor and may differ between the sessions of a run: the updates stay the same up
-#: to rounding. `sessions.json` states them.
+#: to rounding. ``sessions.json`` states them.
 MACHINE_KEYS = frozenset({"channels_last", "compile", "precision"})
 
 #: Keys of a recipe that change no update: they may differ between a run's sessions, and between runs of one recipe.
 NEUTRAL_KEYS = frozenset({"description", "checkpoint_every", "eval_batch_size", "routing_images"})
 
-#: Keys of a recipe that `finetune` derives from the number of images and from other keys.
+#: Keys of a recipe that ``finetune`` derives from the number of images and from other keys.
 DERIVED_KEYS = frozenset({"batch_size", "data.val_size", "early_stop", "schedule.warmup_epochs"})
 
 CONFIGS = Path(__file__).resolve().parent / "configs"
+#: What a profile cannot change: it trains the same model on the same data.
 FIXED = ("arch", "tag", "profile", "profiles", "data.name")
-"""What a profile cannot change: it trains the same model on the same data."""
 
+#: Arguments of a model that are determined by the data, not by ``model_args``.
 DATA_ARGS = ("num_classes", "in_chans", "img_size", "pretrained")
-"""Arguments of a model that are determined by the data, not by `model_args`."""
 
+#: The schedules that each key of ``schedule`` has an effect on.
 SCHEDULE_KEYS = {
     "milestones": ("multistep",),
     "decay_epochs": ("step",),
@@ -77,14 +78,13 @@ SCHEDULE_KEYS = {
     "warmup_epochs": ("cosine", "tanh", "step", "multistep", "poly"),
     "warmup_lr": ("cosine", "tanh", "step", "multistep", "poly"),
 }
-"""The schedules that each key of `schedule` has an effect on."""
 
+#: Begins ``init.weights`` where they are those of a timm backbone.
 BACKBONE = "backbone:"
-"""Begins `init.weights` where they are those of a timm backbone."""
 
 
 def _no_flag(value: Any) -> Any:
-    """Refuse `true` for a number: Python treats it as 1."""
+    """Refuse ``true`` for a number: Python treats it as 1."""
     if isinstance(value, bool):
         raise ValueError("must be a number, not true or false")
     return value
@@ -101,7 +101,7 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 
 def _sides(value: Any) -> Any:
-    """`32`, `[32, 64]` or `32x64`: the side of a square, or rows and columns."""
+    """``32``, ``[32, 64]`` or ``32x64``: the side of a square, or rows and columns."""
     parts = value.lower().split("x") if isinstance(value, str) else value
     parts = list(parts) if isinstance(parts, (list, tuple)) else [parts]
     try:
@@ -125,41 +125,41 @@ class _Section(BaseModel):
 
 
 class AugmentConfig(_Section):
-    """Per-sample augmentation of the training images, on the device; see `capszoo.data.Augment`."""
+    """Per-sample augmentation of the training images, on the device; see ``capszoo.data.Augment``."""
 
+    #: Largest shift in pixels, filled with black; the same as padding by it and cropping at random.
     shift: NonNegative = 0
-    """Largest shift in pixels, filled with black; the same as padding by it and cropping at random."""
+    #: Mirror half of the images; alternating: those that are mirrored in one epoch are not in the next.
     flip: bool | Literal["alternating"] = False
-    """Mirror half of the images; alternating: those that are mirrored in one epoch are not in the next."""
+    #: What a shift brings in: black, or the image reflected at its edge.
     pad_mode: Literal["constant", "reflect"] = "constant"
-    """What a shift brings in: black, or the image reflected at its edge."""
+    #: Side in pixels of a square at a random place that is set to the data set's mean.
     cutout: NonNegative = 0
-    """Side in pixels of a square at a random place that is set to the data set's mean."""
+    #: Last epochs of the run, which are without cutout.
     cutout_off_epochs: NonNegative = 0
-    """Last epochs of the run, which are without cutout."""
+    #: Side, or ROWSxCOLUMNS, to which all images are resized; the model sees a random patch of them (the middle in
+    #: evaluation).
     resize: Sides | None = None
-    """Side, or ROWSxCOLUMNS, to which all images are resized; the model sees a random patch of them (the middle in
-    evaluation)."""
+    #: Largest angle in degrees, either way.
     rotation: Annotated[float, Field(ge=0, le=180)] = 0.0
-    """Largest angle in degrees, either way."""
+    #: Largest shear, either way, as the tangent of its angle.
     shear: Annotated[float, Field(ge=0, le=2)] = 0.0
-    """Largest shear, either way, as the tangent of its angle."""
+    #: Smallest and largest factor of the size.
     scale: tuple[Rate, Rate] = (1.0, 1.0)
-    """Smallest and largest factor of the size."""
+    #: Largest relative change, as those of contrast and saturation.
     brightness: Share = 0.0
-    """Largest relative change, as those of contrast and saturation."""
     contrast: Share = 0.0
     saturation: Share = 0.0
+    #: Largest change, as a share of the colour circle.
     hue: Annotated[float, Field(ge=0, le=0.5)] = 0.0
-    """Largest change, as a share of the colour circle."""
+    #: Rotate half of the images; the angle in degrees is this times a clipped normal number (deviation 0.33).
     tilt: Annotated[float, Field(ge=0, le=180)] = 0.0
-    """Rotate half of the images; the angle in degrees is this times a clipped normal number (deviation 0.33)."""
+    #: Largest share by which the width shrinks.
     squeeze: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Largest share by which the width shrinks."""
+    #: Shift within the black margin, so that nothing is cut off.
     shift_in_margin: bool = False
-    """Shift within the black margin, so that nothing is cut off."""
+    #: Side of a square that becomes black.
     erase: NonNegative = 0
-    """Side of a square that becomes black."""
 
     @field_validator("scale")
     @classmethod
@@ -177,37 +177,37 @@ class AugmentConfig(_Section):
 class DataConfig(_Section):
     """The data set, its validation images, and how images are read."""
 
+    #: A name that ``capszoo.data.DATASETS`` knows, or imagefolder:PATH, csv:FILE, wds:PATH, parquet:PATH, idx:PATH,
+    #: hf:OWNER/NAME.
     name: str
-    """A name that `capszoo.data.DATASETS` knows, or imagefolder:PATH, csv:FILE, wds:PATH, parquet:PATH, idx:PATH,
-    hf:OWNER/NAME."""
+    #: Side, or ROWSxCOLUMNS, of the images that the model sees; the data set's where it is left out.
     size: Sides | None = None
-    """Side, or ROWSxCOLUMNS, of the images that the model sees; the data set's where it is left out."""
+    #: Read images of files in grey (1) or in colour (3); where it is left out, in colour if any image has some.
     channels: Literal[1, 3] | None = None
-    """Read images of files in grey (1) or in colour (3); where it is left out, in colour if any image has some."""
+    #: How images of another shape are framed, in timm's words: their middle is cropped, their sides are scaled
+    #: separately, or they are shrunk and padded with the mean.
     crop_mode: Literal["center", "squash", "border"] = "center"
-    """How images of another shape are framed, in timm's words: their middle is cropped, their sides are scaled
-    separately, or they are shrunk and padded with the mean."""
+    #: Black and white of images with more than 8 bits a channel; where it is left out, one range for the set, from its
+    #: training images.
     value_range: tuple[float, float] | None = None
-    """Black and white of images with more than 8 bits a channel; where it is left out, one range for the set, from its
-    training images."""
+    #: Images carved out of the training set for validation; nothing is selected on the test set.
     val_size: NonNegative = 5000
-    """Images carved out of the training set for validation; nothing is selected on the test set."""
     val_seed: Seed = 0
+    #: Train on N images only (after the validation split), for trials: the first ones of a named data set, random ones
+    #: of a folder.
     limit: Positive | None = None
-    """Train on N images only (after the validation split), for trials: the first ones of a named data set, random ones
-    of a folder."""
     augment: AugmentConfig = AugmentConfig()
+    #: Where validation images come from: val_size of the training set; of each class its share of those; or the data
+    #: set's own validation split.
     validation: Literal["carved", "stratified", "own"] = "carved"
-    """Where validation images come from: val_size of the training set; of each class its share of those; or the data
-    set's own validation split."""
+    #: Measure on the test split at the end; false where the data set has none.
     test: bool = True
-    """Measure on the test split at the end; false where the data set has none."""
+    #: Show each class equally often in training, however many images it has.
     balance: bool = False
-    """Show each class equally often in training, however many images it has."""
+    #: Leave images that cannot be read out, and say which; otherwise they are an error.
     skip_bad: bool = False
-    """Leave images that cannot be read out, and say which; otherwise they are an error."""
+    #: Mean per channel of images in 0..1, to normalise them; the data set's where it is left out.
     mean: tuple[float, ...] | None = None
-    """Mean per channel of images in 0..1, to normalise them; the data set's where it is left out."""
     std: tuple[Rate, ...] | None = None
 
     @field_validator("value_range")
@@ -237,25 +237,25 @@ class DataConfig(_Section):
 class StageConfig(_Section):
     """A number of first epochs of a run, on images of another size."""
 
+    #: Side of the images in pixels.
     size: Positive
-    """Side of the images in pixels."""
     epochs: Positive
+    #: Side of the cutout square at this size; data.augment.cutout where it is left out.
     cutout: NonNegative | None = None
-    """Side of the cutout square at this size; data.augment.cutout where it is left out."""
 
 
 class OptimizerConfig(_Section):
     """An optimiser of timm's factory (which has torch's too); biases and norms have no weight decay.
 
-    Timm's `sgd` has Nesterov momentum, `momentum` is SGD with the plain one.
+    Timm's ``sgd`` has Nesterov momentum, ``momentum`` is SGD with the plain one.
     """
 
     name: str = "adamw"
     lr: Rate = 1e-3
     weight_decay: NonNegativeRate = 0.0
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    #: Factor of the learning rate from each layer to the one before it; the head has the full rate.
     layer_decay: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Factor of the learning rate from each layer to the one before it; the head has the full rate."""
     options: dict[str, Any] = {}
 
 
@@ -265,14 +265,14 @@ class ScheduleConfig(_Section):
     name: Literal["cosine", "tanh", "step", "multistep", "poly", "none"] = "cosine"
     warmup_epochs: NonNegativeRate = 0.0
     warmup_lr: NonNegativeRate = 1e-6
+    #: Least rate of "cosine", "tanh", "poly" and "step".
     min_lr: NonNegativeRate = 0.0
-    """Least rate of "cosine", "tanh", "poly" and "step"."""
+    #: Epochs of the drops of "multistep".
     milestones: tuple[NonNegativeRate, ...] = ()
-    """Epochs of the drops of "multistep"."""
+    #: Epochs between the drops of "step".
     decay_epochs: Rate | None = None
-    """Epochs between the drops of "step"."""
+    #: Factor of the drops of "step" and "multistep"; power of "poly" (1: a straight line to min_lr).
     decay_rate: Annotated[float, Field(gt=0, le=1)] = 0.1
-    """Factor of the drops of "step" and "multistep"; power of "poly" (1: a straight line to min_lr)."""
 
     @field_validator("milestones")
     @classmethod
@@ -289,12 +289,12 @@ class ScheduleConfig(_Section):
 
 
 class LossConfig(_Section):
-    """A loss of `capszoo.losses`, and its arguments."""
+    """A loss of ``capszoo.losses``, and its arguments."""
 
     name: str = "cross_entropy"
     options: dict[str, Any] = {}
+    #: Weight of the decoder's summed squared error (the papers': 0.0005); needs ``model_args: {decoder: true}``.
     reconstruction: NonNegativeRate = 0.0
-    """Weight of the decoder's summed squared error (the papers': 0.0005); needs `model_args: {decoder: true}`."""
 
     @field_validator("name")
     @classmethod
@@ -305,28 +305,28 @@ class LossConfig(_Section):
 
 
 class FeedbackConfig(_Section):
-    """Feedback agreement (`capszoo.FeedbackAgreement`) between levels of the net; removed after training."""
+    """Feedback agreement (``capszoo.FeedbackAgreement``) between levels of the net; removed after training."""
 
+    #: (lower, higher) modules by name, of any net; "encapnet": the pairs that the model itself names.
     pairs: Literal["encapnet"] | tuple[tuple[str, str], ...] = "encapnet"
-    """(lower, higher) modules by name, of any net; "encapnet": the pairs that the model itself names."""
+    #: Units a module, where the model names the pairs.
     units: Literal[1, 2] = 2
-    """Units a module, where the model names the pairs."""
+    #: Factor of the sum of all units.
     weight: NonNegativeRate = 10.0
-    """Factor of the sum of all units."""
+    #: Further arguments: generator, critic, metric, num_iters, epsilon, cost, bias_fix, backprop_plan, layout, …
     options: dict[str, Any] = {}
-    """Further arguments: generator, critic, metric, num_iters, epsilon, cost, bias_fix, backprop_plan, layout, …"""
 
 
 class InitConfig(_Section):
     """Initial weights; without this section they are random."""
 
+    #: What ``capszoo predict`` takes: name.tag, hf-hub:USER/NAME, the folder of a run, or a .safetensors file. Or
+    #: ``backbone:NAME``, for the backbone of ``caps_head`` alone: a timm name, hf-hub:USER/NAME or local-dir:folder.
     weights: str
-    """What `capszoo predict` takes: name.tag, hf-hub:USER/NAME, the folder of a run, or a .safetensors file. Or
-    `backbone:NAME`, for the backbone of `caps_head` alone: a timm name, hf-hub:USER/NAME or local-dir:folder."""
+    #: Fresh class capsules; false where the classes are those of the weights.
     new_classes: bool = True
-    """Fresh class capsules; false where the classes are those of the weights."""
+    #: What stays as it is: "body" (the feature stages), "all" (all but the class capsules), or modules by name.
     freeze: tuple[str, ...] = ()
-    """What stays as it is: "body" (the feature stages), "all" (all but the class capsules), or modules by name."""
 
 
 class Recipe(_Section):
@@ -335,40 +335,40 @@ class Recipe(_Section):
     arch: str
     tag: str
     description: str = ""
+    #: The profile that was chosen; none: the file's own settings.
     profile: str | None = None
-    """The profile that was chosen; none: the file's own settings."""
     model_args: dict[str, Any] = {}
     data: DataConfig
     epochs: Positive
+    #: Sizes of the images in the first epochs, in order; the epochs left, at least 30%, are at data.size.
     stages: tuple[StageConfig, ...] = ()
-    """Sizes of the images in the first epochs, in order; the epochs left, at least 30%, are at data.size."""
+    #: Images per update, over all processes and accumulated parts together.
     batch_size: Positive = 128
-    """Images per update, over all processes and accumulated parts together."""
+    #: Parts in which a process works through its share of a batch.
     accumulate: Positive = 1
-    """Parts in which a process works through its share of a batch."""
     seed: RunSeed = 0
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     loss: LossConfig = LossConfig()
     feedback: FeedbackConfig | None = None
     init: InitConfig | None = None
+    #: Largest norm of the gradient.
     clip_grad: Rate | None = None
-    """Largest norm of the gradient."""
+    #: Stop after N epochs without a better validation accuracy; the best epoch's weights are kept.
     early_stop: Positive | None = None
-    """Stop after N epochs without a better validation accuracy; the best epoch's weights are kept."""
+    #: Largest decay of a moving average of the weights, which is evaluated and exported: at update t of a stage, from
+    #: 2, the decay is 1 - (t - 1)^(-2/3), at most this value.
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Largest decay of a moving average of the weights, which is evaluated and exported: at update t of a stage, from
-    2, the decay is 1 - (t - 1)^(-2/3), at most this value."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     channels_last: bool = True
+    #: Train through torch.compile; "reduce-overhead" also records CUDA graphs, for small networks on a GPU.
     compile: bool | Literal["reduce-overhead"] = False
-    """Train through torch.compile; "reduce-overhead" also records CUDA graphs, for small networks on a GPU."""
+    #: Images of a forward pass of validation and of the test at the end; chosen by the memory where it is left out.
     eval_batch_size: Positive | None = None
-    """Images of a forward pass of validation and of the test at the end; chosen by the memory where it is left out."""
+    #: Updates between checkpoints, beside those at the ends of epochs.
     checkpoint_every: Positive | None = None
-    """Updates between checkpoints, beside those at the ends of epochs."""
+    #: Validation images whose routing is measured after each epoch, into metrics.jsonl; ``capszoo curves`` draws it.
     routing_images: NonNegative = 0
-    """Validation images whose routing is measured after each epoch, into metrics.jsonl; `capszoo curves` draws it."""
 
     @field_validator("tag")
     @classmethod
@@ -476,7 +476,7 @@ def _one_line(error: ValidationError, where: str) -> str:
 
 
 def list_recipes() -> list[str]:
-    """Names of the recipes in the package, `<arch>.<tag>`."""
+    """Names of the recipes in the package, ``<arch>.<tag>``."""
     return sorted(path.stem for path in CONFIGS.glob("*.yaml"))
 
 
@@ -515,7 +515,7 @@ def _apply(tree: dict[str, Any], override: str) -> None:
 
 
 def _merged(tree: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """Merge `over` into `tree`: mappings key by key, all else replaced; keys set to null are removed."""
+    """Merge ``over`` into ``tree``: mappings key by key, all else replaced; keys set to null are removed."""
     result = dict(tree)
     for key, value in over.items():
         if value is None:
@@ -594,8 +594,8 @@ def load_recipe(
     """Read and check a recipe.
 
     Args:
-        recipe: path, name of a recipe of the package, a `Recipe`, or a recipe's tree.
-        overrides: `key=value` lines with dotted keys; values are YAML. They override the profile.
+        recipe: path, name of a recipe of the package, a ``Recipe``, or a recipe's tree.
+        overrides: ``key=value`` lines with dotted keys; values are YAML. They override the profile.
         profile: name of one of the recipe's profiles; None uses the recipe's settings.
 
     Raises:
@@ -624,7 +624,7 @@ def load_recipe(
 
 
 def _check_schedule_keys(recipe: Recipe, overrides: Sequence[str]) -> None:
-    """Refuse an override of `schedule` that the recipe's schedule ignores.
+    """Refuse an override of ``schedule`` that the recipe's schedule ignores.
 
     A file may have such keys: a profile with another schedule inherits them.
     """

@@ -1,4 +1,4 @@
-"""Accuracy of a model on a data set, as `capszoo eval` counts it.
+"""Accuracy of a model on a data set, as ``capszoo eval`` counts it.
 
 For a name with weights the data set is that of its metadata, and the accuracy is compared with the stated one.
 """
@@ -37,23 +37,24 @@ def evaluate(
     """Top-1 accuracy, in float32 and eval mode; an image with several labels counts if exactly these are predicted.
 
     Args:
-        model: a name with weights (`resnet20_routingcaps.mnist`), the path of a weights file, or a module, which is
+        model: a name with weights (``resnet20_routingcaps.mnist``), the path of a weights file, or a module, which is
             moved to the device; each of its parts keeps its mode.
-        dataset: a name, or a loaded set (`ImageSet` or `StreamedSet`); None uses the data set that the weights were
+        dataset: a name, or a loaded set (``ImageSet`` or ``StreamedSet``); None uses the data set that the weights were
             trained on.
         split: "test", "train" or another split of the data set.
-        data: folder of the data set; None uses `CAPSZOO_DATA`.
+        data: folder of the data set; None uses ``CAPSZOO_DATA``.
         batch_size: images per forward pass; None: 500, and less for large images and on a GPU.
         device: None selects CUDA if available.
 
     Returns:
-        `{"model", "dataset", "split", "accuracy", "top1" (per cent), "errors", "n", "stated", "notes", "per_class"}`:
-        `accuracy` is the kind of `top1`, "top-1" or, for images with several labels, the "exact set"; `stated` is the
-        metadata's top1 for this split, if all of its images were evaluated, else None; `notes` are lines about classes
-        that differ; `per_class` has for each class `{"label", "n", "right"}`, the images of it and those recognised.
+        ``{"model", "dataset", "split", "accuracy", "top1" (per cent), "errors", "n", "stated", "notes", "per_class"}``:
+        ``accuracy`` is the kind of ``top1``, "top-1" or, for images with several labels, the "exact set"; ``stated`` is
+        the metadata's top1 for this split, if all of its images were evaluated, else None; ``notes`` are lines about
+        classes that differ; ``per_class`` has for each class ``{"label", "n", "right"}``, the images of it and those
+        recognised.
 
     Raises:
-        UsageError: `batch_size` is below 1.
+        UsageError: ``batch_size`` is below 1.
         DataError, WeightsError, CapszooError: something is missing or does not fit.
     """
     if batch_size is not None and batch_size < 1:

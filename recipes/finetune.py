@@ -1,9 +1,9 @@
-"""Fine-tune a model to new classes: `capszoo finetune MODEL --data FOLDER`.
+"""Fine-tune a model to new classes: ``capszoo finetune MODEL --data FOLDER``.
 
-A model with weights and a folder of images determine a recipe, and `train` does the rest: one loop, the same run
+A model with weights and a folder of images determine a recipe, and ``train`` does the rest: one loop, the same run
 folder, exact resume by the same command. This file selects the settings that the model and the data leave open; all
-of them are in the run's `recipe.yaml`, and `overrides` changes any. At the end the folder also contains the names of
-the classes, a confusion matrix and a model card.
+of them are in the run's ``recipe.yaml``, and ``overrides`` changes any. At the end the folder also contains the names
+of the classes, a confusion matrix and a model card.
 """
 
 from __future__ import annotations
@@ -52,20 +52,20 @@ __all__ = ["Source", "find_source", "finetune", "finetune_recipe"]
 # Settings for small sets; docs/fine-tune.md has the results of `python benchmarks/finetune.py`.
 LEARNING_RATE = 0.003
 LAYER_DECAY = 0.8
+#: Updates in all, as far as ``EPOCHS`` allows: a small set is shown more often than a large one.
 UPDATES = 240
-"""Updates in all, as far as `EPOCHS` allows: a small set is shown more often than a large one."""
 EPOCHS = (5, 60)
 BATCH = 32
 FEW_BATCHES = 8
+#: With fewer updates than these there is no warm-up: it would take the whole run.
 FEW_UPDATES = 20
-"""With fewer updates than these there is no warm-up: it would take the whole run."""
+#: Share of the epochs that may pass without a better validation accuracy.
 PATIENCE = 0.34
-"""Share of the epochs that may pass without a better validation accuracy."""
 VALIDATION_SHARE, VALIDATION_MOST = 0.2, 5000
 
 
+#: What is written beside the weights at the end.
 FINISHED = {"labels": LABELS, "confusion": CONFUSION, "card": "README.md"}
-"""What is written beside the weights at the end."""
 
 
 @dataclass(frozen=True)
@@ -73,12 +73,12 @@ class Source:
     """What fine-tuning uses from a model.
 
     Attributes:
-        model_args: arguments with which `create_model` recreates the net, besides classes, channels and size.
+        model_args: arguments with which ``create_model`` recreates the net, besides classes, channels and size.
         input_size: channels, height and width.
         mean, std: per channel, for images in 0..1.
         loss: as in a recipe.
         label_names: of the weights; empty if they have none.
-        crop_mode: how the weights' images were framed, see `capszoo.images.CROP_MODES`.
+        crop_mode: how the weights' images were framed, see ``capszoo.images.CROP_MODES``.
     """
 
     architecture: str
@@ -92,7 +92,7 @@ class Source:
 
 
 def find_source(model: str, weights: bool = True) -> Source:
-    """Look up a model under any name that `capszoo predict` accepts.
+    """Look up a model under any name that ``capszoo predict`` accepts.
 
     Args:
         model: the name.
@@ -130,11 +130,11 @@ def _framed(cfg: Mapping[str, Any]) -> str:
 
 
 def backbone_source(backbone: str, head: str) -> Source:
-    """A timm backbone with a capsule head (`caps_head`) as a start, without reading the backbone's weights.
+    """A timm backbone with a capsule head (``caps_head``) as a start, without reading the backbone's weights.
 
     Args:
         backbone: timm name, hf-hub:USER/NAME or local-dir:folder.
-        head: a routing of `capszoo.models._heads.HEADS`.
+        head: a routing of ``capszoo.models._heads.HEADS``.
 
     Raises:
         UsageError: an unknown name; one line.
@@ -194,7 +194,7 @@ def finetune_recipe(
     root: str | Path | None = None,
     read: Callable[..., Any] = read_split,
 ) -> Recipe:
-    """The recipe of a fine-tuning run; the arguments are those of `finetune`, and `read` is that of `load_data`.
+    """The recipe of a fine-tuning run; the arguments are those of ``finetune``, and ``read`` is that of ``load_data``.
 
     It reads the training images, because the recipe depends on their number.
     """
@@ -284,7 +284,7 @@ def finetune_recipe(
 
 
 def batch_size(count: int, world: int = 1) -> int:
-    """Images per update: `BATCH`, or fewer where the last incomplete batch, left out, would be much of an epoch.
+    """Images per update: ``BATCH``, or fewer where the last incomplete batch, left out, would be much of an epoch.
 
     Args:
         count: training images.
@@ -321,29 +321,30 @@ def finetune(
     """Fine-tune a model, or resume an interrupted call with the same arguments.
 
     Args:
-        model: name.tag, hf-hub:USER/NAME, the folder of a run, or a .safetensors file; with `from_scratch` also an
-            architecture without weights. None with `backbone`.
+        model: name.tag, hf-hub:USER/NAME, the folder of a run, or a .safetensors file; with ``from_scratch`` also an
+            architecture without weights. None with ``backbone``.
         backbone: instead of a model, a timm name, hf-hub:USER/NAME or local-dir:folder: its features, with its weights
-            unless `from_scratch`, and a new capsule head.
-        head: routing of that head, a name of `capszoo.models._heads.HEADS`.
-        data: a folder of images by class, a table (FILE.csv), `hf:OWNER/NAME` or another of `capszoo.data.PREFIXES`.
-        out: folder of the run; None: `runs/<arch>.<tag>`.
+            unless ``from_scratch``, and a new capsule head.
+        head: routing of that head, a name of ``capszoo.models._heads.HEADS``.
+        data: a folder of images by class, a table (FILE.csv), ``hf:OWNER/NAME`` or another of
+            ``capszoo.data.PREFIXES``.
+        out: folder of the run; None: ``runs/<arch>.<tag>``.
         tag: name of the new weights after the architecture's; None uses the data's.
         img_size: side, or rows and columns, of the images; None uses those of the weights.
         crop_mode: how images of another shape are framed: ``center``, ``squash`` or ``border``; None as for the
             weights.
         freeze: "body", "all" (except the class capsules), or modules by name.
         layer_decay: factor of the learning rate from each layer to the one before it; None uses the default, 1 none.
-        epochs: maximum number; None uses as many as give about `UPDATES` updates.
+        epochs: maximum number; None uses as many as give about ``UPDATES`` updates.
         from_scratch: start from random weights, for comparison.
         skip_bad: skip images that cannot be read.
         channels: read images in grey (1) or in colour (3); None: in colour if any has some.
-        overrides: `key=value` lines that change keys of the recipe, as in `capszoo train --set`.
-        root: folder of named sets and repositories; None uses `CAPSZOO_DATA`.
-        cpu, stop_after, accept_data: as for `train`.
+        overrides: ``key=value`` lines that change keys of the recipe, as in ``capszoo train --set``.
+        root: folder of named sets and repositories; None uses ``CAPSZOO_DATA``.
+        cpu, stop_after, accept_data: as for ``train``.
 
     Returns:
-        The result of `train` and, once finished, paths: `"labels"`, `"confusion"`, `"card"`.
+        The result of ``train`` and, once finished, paths: ``"labels"``, ``"confusion"``, ``"card"``.
 
     Raises:
         UnknownModel: no model or backbone has this name.

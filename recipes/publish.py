@@ -66,7 +66,7 @@ class Checkpoint:
 
 
 def find_checkpoint(run: str | Path) -> Checkpoint:
-    """The checkpoint of a run's folder, a `.safetensors` file beside its metadata, or a name of the zoo.
+    """The checkpoint of a run's folder, a ``.safetensors`` file beside its metadata, or a name of the zoo.
 
     Raises:
         WeightsError: no finished run, or files that do not belong together.
@@ -128,7 +128,7 @@ def _check_golden(arrays: dict[str, np.ndarray], info: WeightsInfo, path: Path) 
 
 
 def _config(found: Checkpoint) -> dict[str, Any]:
-    """`config.json` in timm's format, with the sha256 that our loading verifies."""
+    """``config.json`` in timm's format, with the sha256 that our loading verifies."""
     info = found.info
     own: dict[str, Any] = getattr(found.net, "pretrained_cfg", None) or {}
     kept = ("first_conv", "classifier", "fixed_input_size", "paper_name", "paper_ids")
@@ -170,11 +170,11 @@ def _public_info(info: WeightsInfo) -> WeightsInfo:
 
 
 def stage(run: str | Path, repo_id: str, folder: Path, private: bool = False) -> WeightsInfo:
-    """Write all files of a repository into the empty `folder`, load the model from there and compare.
+    """Write all files of a repository into the empty ``folder``, load the model from there and compare.
 
     Raises:
         PublishError: the written files do not reproduce the golden outputs.
-        WeightsError: see `find_checkpoint`.
+        WeightsError: see ``find_checkpoint``.
     """
     found = find_checkpoint(run)
     found = replace(found, info=_public_info(found.info))
@@ -213,7 +213,7 @@ def _check(folder: Path, found: Checkpoint) -> None:
 
 
 def _compare(net: nn.Module, images: Tensor, expected: Tensor, problem: str) -> None:
-    """Raise PublishError unless a net has the expected scores; `problem` has a place for their difference."""
+    """Raise PublishError unless a net has the expected scores; ``problem`` has a place for their difference."""
     with torch.no_grad():
         scores = net.eval()(images).float()
     difference = float((scores - expected).abs().max())
@@ -223,9 +223,9 @@ def _compare(net: nn.Module, images: Tensor, expected: Tensor, problem: str) -> 
 
 @contextmanager
 def _staging(out: Path | None, replaces: bool = False) -> Iterator[Path]:
-    """A temporary folder that becomes `out` on success, and is deleted otherwise.
+    """A temporary folder that becomes ``out`` on success, and is deleted otherwise.
 
-    With `replaces`, `out` may hold the files of an earlier call, which are then replaced.
+    With ``replaces``, ``out`` may hold the files of an earlier call, which are then replaced.
     """
     if out is not None and out.exists():
         earlier = out.is_dir() and {file.name for file in out.iterdir()}
@@ -250,17 +250,17 @@ def publish(
     """Publish one checkpoint.
 
     Args:
-        run: folder of a finished run, a `.safetensors` file beside its metadata, or a name of the zoo.
-        repo_id: `user/repository`; created if it does not exist.
+        run: folder of a finished run, a ``.safetensors`` file beside its metadata, or a name of the zoo.
+        repo_id: ``user/repository``; created if it does not exist.
         private: for a repository that is new, or already private.
         dry_run: write and check everything, without network calls.
         out: keep the written files in this folder, which must not exist.
         say: called with each line of progress.
-        replaces: `out` may hold the files of an earlier call, which are then replaced.
+        replaces: ``out`` may hold the files of an earlier call, which are then replaced.
 
     Returns:
-        `{"repo_id", "model", "files": [{"name", "bytes", "sha256"}], "url", "commit", "changed"}`; the last three
-        are None with `dry_run`, and `changed` is False if the repository already had everything.
+        ``{"repo_id", "model", "files": [{"name", "bytes", "sha256"}], "url", "commit", "changed"}``; the last three
+        are None with ``dry_run``, and ``changed`` is False if the repository already had everything.
 
     Raises:
         UsageError: an invalid repository name.
@@ -290,7 +290,7 @@ def publish_all(
     out: str | Path | None = None,
     say: Callable[[str], None] = print,
 ) -> list[dict[str, Any]]:
-    """Publish every checkpoint of the zoo as `<org>/<name>`; arguments and errors as for `publish`.
+    """Publish every checkpoint of the zoo as ``<org>/<name>``; arguments and errors as for ``publish``.
 
     It stops at the first failure; the next call skips what is already published, and resumes.
     """

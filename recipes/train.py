@@ -1,17 +1,18 @@
-"""Train a recipe, as `capszoo train RECIPE` does.
+"""Train a recipe, as ``capszoo train RECIPE`` does.
 
-One loop, `_train`: epochs with validation on images held out of the training set, a checkpoint after each (less often
+One loop, ``_train``: epochs with validation on images held out of the training set, a checkpoint after each (less often
 where an epoch lasts seconds), and the test set once, at the end. The last epoch's weights are kept, without selection.
-`Run` has the constant parts, `TrainState` the changing ones (`training/state.py`); a recipe with `stages` creates a
-new state for each image size (`training/stages.py`). `training/begin.py`, `step.py` and `finish.py` are its parts.
+``Run`` has the constant parts, ``TrainState`` the changing ones (``training/state.py``); a recipe with ``stages``
+creates a new state for each image size (``training/stages.py``). ``training/begin.py``, ``step.py`` and ``finish.py``
+are its parts.
 
 The same command resumes an interrupted run, and ends with the same weights bit for bit on the CPU: the order of
 the data, the augmentation and the random numbers of the net are functions of (seed, epoch, step), everything else is
 in the checkpoint.
 
-Several processes: `accelerate launch -m capszoo train RECIPE …`. They share each batch; all of them need the
-run's folder. `training/distributed.py` makes them fail and stop together, `training/log.py` reports progress,
-`training/anomaly.py` finds the origin of a value that is not finite.
+Several processes: ``accelerate launch -m capszoo train RECIPE …``. They share each batch; all of them need the
+run's folder. ``training/distributed.py`` makes them fail and stop together, ``training/log.py`` reports progress,
+``training/anomaly.py`` finds the origin of a value that is not finite.
 """
 
 from __future__ import annotations
@@ -76,10 +77,10 @@ if TYPE_CHECKING:
 
 __all__ = ["TrainingError", "train"]
 
+#: Largest number of updates between looks at the loss and for signals: looking makes a GPU, and processes, wait.
 SYNC_EVERY = 20
-"""Largest number of updates between looks at the loss and for signals: looking makes a GPU, and processes, wait."""
+#: Slow updates are looked at more often: about this often.
 SYNC_SECONDS = 2.0
-"""Slow updates are looked at more often: about this often."""
 
 
 def train(
@@ -97,10 +98,10 @@ def train(
     """Train a recipe to its end, or resume an interrupted run.
 
     Args:
-        recipe: path of a YAML file, name of a recipe in the package, or a `Recipe`.
-        overrides: `key=value` lines with dotted keys, e.g. `optimizer.lr=0.001`.
-        out: folder of the run; None: `runs/<arch>.<tag>`.
-        data: folder of the data set; None uses `CAPSZOO_DATA`. Or the result of `load_data` for this recipe.
+        recipe: path of a YAML file, name of a recipe in the package, or a ``Recipe``.
+        overrides: ``key=value`` lines with dotted keys, e.g. ``optimizer.lr=0.001``.
+        out: folder of the run; None: ``runs/<arch>.<tag>``.
+        data: folder of the data set; None uses ``CAPSZOO_DATA``. Or the result of ``load_data`` for this recipe.
         resume: False refuses a folder that already contains a run.
         cpu: do not use an accelerator.
         stop_after: number of updates of this call after which it saves and stops (for trials and tests).
@@ -109,11 +110,11 @@ def train(
         accept_data: continue with other images than those of the run so far.
 
     Returns:
-        `{"out", "finished", "step", "epoch"}` and, once finished, `"weights"` (path) and the metrics of
-        `"validation"` and `"test"`, if there are such images.
+        ``{"out", "finished", "step", "epoch"}`` and, once finished, ``"weights"`` (path) and the metrics of
+        ``"validation"`` and ``"test"``, if there are such images.
 
     Raises:
-        UsageError: an argument is invalid; a `RecipeError` if it is the recipe.
+        UsageError: an argument is invalid; a ``RecipeError`` if it is the recipe.
         DataError: the data set is missing or unreadable.
         WeightsError: initial weights are missing or do not fit.
         TrainingError: the run cannot start, continue or be saved. With several processes the first one raises an error,
@@ -179,7 +180,7 @@ def _prepare(
 def _sync_and_log(run: Run, state: TrainState, log: RunLog, stop: StopRequest, saving: bool) -> int:
     """Check on all processes that the new losses are finite; return the number of a received signal, else 0.
 
-    `saving`: check the weights, too: a checkpoint follows, from which a run with other values could not go on.
+    ``saving``: check the weights, too: a checkpoint follows, from which a run with other values could not go on.
     """
     bad, mean = 0, torch.zeros((), device=run.device)
     if state.losses:
@@ -213,7 +214,7 @@ def _sync_and_log(run: Run, state: TrainState, log: RunLog, stop: StopRequest, s
 
 
 def _locate_nonfinite(run: Run, state: TrainState, log: RunLog, bad: int) -> None:
-    """Go back to the last checkpoint, repeat the updates up to `bad` and inspect the last two; always raises."""
+    """Go back to the last checkpoint, repeat the updates up to ``bad`` and inspect the last two; always raises."""
     log.say(
         f"the loss is not finite at update {bad}: repeating updates {state.saved_step + 1} to {bad} to find the layer"
     )
@@ -236,7 +237,7 @@ def _locate_nonfinite(run: Run, state: TrainState, log: RunLog, bad: int) -> Non
 
 
 def _replay(run: Run, state: TrainState, bad: int) -> str:
-    """Repeat the updates up to `bad`; return where a value that is not finite arose first, or an empty string.
+    """Repeat the updates up to ``bad``; return where a value that is not finite arose first, or an empty string.
 
     Every process repeats all of them, whatever it found: they wait for each other in each update.
     """
@@ -263,7 +264,7 @@ class _Pause(Exception):
 
 
 def _periodic(run: Run, state: TrainState) -> bool:
-    """True if a checkpoint is due within an epoch: by `checkpoint_every`, or `LONGEST_SECONDS` after the last one.
+    """True if a checkpoint is due within an epoch: by ``checkpoint_every``, or ``LONGEST_SECONDS`` after the last one.
 
     The time counts in a single process only: several ones would have to agree on it in each update.
     """
@@ -281,7 +282,7 @@ def _train_epoch(run: Run, state: TrainState, log: RunLog, stop: StopRequest, cl
     """The updates of one epoch, or the remaining ones; returns the number of a signal that came with the last, else 0.
 
     Raises:
-        Stopped: a signal came before. _Pause: `stop_after` updates are done. Both after a checkpoint.
+        Stopped: a signal came before. _Pause: ``stop_after`` updates are done. Both after a checkpoint.
     """
     epoch, start = divmod(state.step, run.steps)
     state.ddp_module.train()
@@ -389,7 +390,7 @@ def _train(run: Run) -> dict[str, Any]:
 
 
 def _run_to_end(run: Run, state: TrainState, log: RunLog) -> dict[str, Any]:
-    """Make the updates that are left; returns the result of `train`."""
+    """Make the updates that are left; returns the result of ``train``."""
     clock = _Clock(state)
     state.saved_at = time.monotonic()
     try:

@@ -1,11 +1,11 @@
 """From a finished run to a checkpoint of the zoo: weights, metadata and golden outputs.
 
-`python -m capszoo.recipes.weights RUN` copies a finished run's files into the package's `weights/` folder; weights that
-are too large for a wheel go to `weights-large/` at the top of the checkout, while their metadata stays in the package.
-Weights of the zoo's recipes of more than `FILE_LIMIT` bytes are stored in half precision, and the metrics are those of
-the file as stored.
-`--half` stores smaller ones so, too, and evaluates the new file: for a package that is nearly full.
-`--seeds RUN RUN` adds the mean over the run and these ones, which have other seeds, to its metadata; with a
+``python -m capszoo.recipes.weights RUN`` copies a finished run's files into the package's ``weights/`` folder; weights
+that are too large for a wheel go to ``weights-large/`` at the top of the checkout, while their metadata stays in the
+package. Weights of the zoo's recipes of more than ``FILE_LIMIT`` bytes are stored in half precision, and the metrics
+are those of the file as stored.
+``--half`` stores smaller ones so, too, and evaluates the new file: for a package that is nearly full.
+``--seeds RUN RUN`` adds the mean over the run and these ones, which have other seeds, to its metadata; with a
 checkpoint's name in place of the first run, to that checkpoint's, whose run need not exist any more.
 """
 
@@ -63,12 +63,12 @@ __all__ = [
     "write_weights",
 ]
 
+#: Of weights from a recipe of the package, and of others: whose they are, and whose images, only the user knows.
 ZOO_LICENSE, USER_LICENSE = "apache-2.0", "unknown"
-"""Of weights from a recipe of the package, and of others: whose they are, and whose images, only the user knows."""
 
 SUFFIXES = (".safetensors", ".golden.npz", ".json")  # the metadata comes last: it makes the tag exist
 
-#: Bytes of one file and of all in the package's `weights/`, and in `weights-large/` of a checkout.
+#: Bytes of one file and of all in the package's ``weights/``, and in ``weights-large/`` of a checkout.
 FILE_LIMIT, FOLDER_LIMIT = 20_000_000, 60_000_000
 LARGE_FILE_LIMIT, LARGE_FOLDER_LIMIT = 80_000_000, 160_000_000
 
@@ -114,7 +114,7 @@ def hardware(device: torch.device) -> str:
 def golden_outputs(
     net: nn.Module, pixels: Tensor, mean: tuple[float, ...], std: tuple[float, ...]
 ) -> np.ndarray:
-    """Scores [b, n] in float32 for raw images `pixels` uint8 [b, c, h, w]."""
+    """Scores [b, n] in float32 for raw images ``pixels`` uint8 [b, c, h, w]."""
     with torch.no_grad():
         return net.eval()(normalize(pixels, mean, std)).float().cpu().numpy()
 
@@ -131,7 +131,7 @@ def _feature_grid(net: nn.Module, input_size: tuple[int, int, int]) -> list[int]
 
 
 def _as_stored(tensors: Mapping[str, Tensor], limit: int | None = None) -> tuple[dict[str, Tensor], str]:
-    """The tensors as stored, and the name of the precision: half for more than `limit` (`FILE_LIMIT`) bytes.
+    """The tensors as stored, and the name of the precision: half for more than ``limit`` (``FILE_LIMIT``) bytes.
 
     Vectors (biases, BatchNorm's statistics) stay unchanged, and so do values that half precision cannot represent.
     """
@@ -170,9 +170,9 @@ def golden_file(info: WeightsInfo) -> Path:
 def finished_run(run: str | Path) -> Path:
     """The weights that a finished run wrote to its folder.
 
-    The metadata of an unfinished run state `evaluated: false`, or neither this key nor metrics. Raises `WeightsError`
-    if there are no weights of a finished run, also for a run that ended during the evaluation on its test
-    images. `checked_pair` verifies that weights and metadata belong together.
+    The metadata of an unfinished run state ``evaluated: false``, or neither this key nor metrics. Raises
+    ``WeightsError`` if there are no weights of a finished run, also for a run that ended during the evaluation on its
+    test images. ``checked_pair`` verifies that weights and metadata belong together.
     """
     try:
         weights = run_weights(Path(run))
@@ -215,13 +215,13 @@ def write_weights(
     golden_pixels: Tensor,
     details: Mapping[str, Any],
 ) -> Path:
-    """Write `<architecture>.<tag>` as safetensors, json and golden.npz into `folder`; return the safetensors' path.
+    """Write ``<architecture>.<tag>`` as safetensors, json and golden.npz into ``folder``; return the safetensors' path.
 
     Args:
         folder: target folder.
         net: the trained net.
         architecture, tag: name of the checkpoint.
-        model_args: arguments of `create_model` besides classes, channels and size.
+        model_args: arguments of ``create_model`` besides classes, channels and size.
         spec: specification of the data set.
         golden_pixels: a few raw images [b, c, h, w] uint8 whose scores are stored as golden outputs.
         details: further metadata: recipe, seed, commit, metrics, hardware, …
@@ -272,8 +272,8 @@ def _is_run_of_zoo(stem: str, run: Path) -> bool:
 def reading_keys(spec: DatasetSpec, loss: str) -> dict[str, Any]:
     """Metadata about reading a model's input and output.
 
-    `score_kind` is the kind of the scores (`capszoo.scores`), `background` the background for transparent pixels,
-    and `object_size` the height and width of an object if training images are composed of objects on a larger
+    ``score_kind`` is the kind of the scores (``capszoo.scores``), ``background`` the background for transparent pixels,
+    and ``object_size`` the height and width of an object if training images are composed of objects on a larger
     canvas (None: images fill the frame).
     """
     objects = DATASETS[spec.base].input_size[1:] if spec.base and spec.base in DATASETS else None
@@ -285,7 +285,7 @@ def reading_keys(spec: DatasetSpec, loss: str) -> dict[str, Any]:
 
 
 def canonical_keys(known: Mapping[str, WeightsInfo]) -> dict[str, bool]:
-    """`canonical` of every checkpoint: whether a bare architecture name refers to it.
+    """``canonical`` of every checkpoint: whether a bare architecture name refers to it.
 
     An architecture keeps its canonical checkpoint. Without one it is the only checkpoint, or the first
     whose tag is only its data set's name, with photographs or scans before a composed data set.
@@ -313,13 +313,13 @@ def _write_golden(weights: Path, pixels: Tensor, mean: tuple[float, ...], std: t
 def store_half(run: str | Path, data: str | Path | None = None) -> Path:
     """Write a finished run's weights in half precision, with the test accuracy and golden outputs of that file.
 
-    Other metrics, which are those of the run's own file, move to `run_metrics`, where a summary over seeds finds them;
-    an existing summary, which is one of runs, is kept. The three files are in the run's folder `half/`, from which
-    `bundle` copies them.
+    Other metrics, which are those of the run's own file, move to ``run_metrics``, where a summary over seeds finds
+    them; an existing summary, which is one of runs, is kept. The three files are in the run's folder ``half/``, from
+    which ``bundle`` copies them.
 
     Args:
         run: folder of the run.
-        data: folder of the data set; None uses `CAPSZOO_DATA`.
+        data: folder of the data set; None uses ``CAPSZOO_DATA``.
 
     Raises:
         WeightsError: the run is not finished.
@@ -358,9 +358,9 @@ def run_metrics(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def bundle(run: str | Path, folder: str | Path | None = None) -> list[Path]:
-    """Copy a finished run's weights, metadata and golden outputs into the zoo, or into `folder`.
+    """Copy a finished run's weights, metadata and golden outputs into the zoo, or into ``folder``.
 
-    In the zoo the three are in the package's `weights/`; weights that are too large for it, in `weights-large/`.
+    In the zoo the three are in the package's ``weights/``; weights that are too large for it, in ``weights-large/``.
 
     Raises:
         WeightsError: the run is not finished, or neither folder has room.
@@ -415,8 +415,8 @@ def seeds_summary(name: str, runs: dict[int, dict[str, Any]], epochs: int) -> di
         epochs: number of epochs.
 
     Returns:
-        `{"recipe", "epochs", "seeds", "test": {"values", "mean", "sd", "n"}, "validation": …}`, in per cent; a
-        split that a run lacks is omitted, and `sd` for a single seed.
+        ``{"recipe", "epochs", "seeds", "test": {"values", "mean", "sd", "n"}, "validation": …}``, in per cent; a
+        split that a run lacks is omitted, and ``sd`` for a single seed.
     """
     summary: dict[str, Any] = {"recipe": name, "epochs": epochs, "seeds": list(runs)}
     for split in ("test", "validation"):
@@ -433,7 +433,7 @@ def seeds_summary(name: str, runs: dict[int, dict[str, Any]], epochs: int) -> di
 def same_but_seed(metadata: Mapping[str, Any], others: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """The summary over finished runs of one recipe with different seeds (:func:`seeds_summary`).
 
-    Seeds of an earlier summary in `metadata` are kept, so that runs can be added one at a time.
+    Seeds of an earlier summary in ``metadata`` are kept, so that runs can be added one at a time.
 
     Args:
         metadata: of the run that is bundled.
@@ -471,7 +471,7 @@ def same_but_seed(metadata: Mapping[str, Any], others: Mapping[str, Mapping[str,
 
 
 def _stated_runs(summary: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
-    """The metrics of each seed in a summary of `seeds_summary`, as in the metadata of its run."""
+    """The metrics of each seed in a summary of ``seeds_summary``, as in the metadata of its run."""
     splits = [split for split in ("test", "validation") if split in summary]
     return {
         seed: {
@@ -484,7 +484,7 @@ def _stated_runs(summary: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
 
 
 def _with_seeds(weights: Path, others: list[str]) -> None:
-    """Add the summary over a run and `others` to the metadata beside its weights."""
+    """Add the summary over a run and ``others`` to the metadata beside its weights."""
     found: dict[str, Any] = json.loads(weights.with_suffix(".json").read_text(encoding="utf-8"))
     if "test" not in found["metrics"]:
         raise WeightsError(f"{weights.stem} has no accuracy on a test set, of which to state the mean")

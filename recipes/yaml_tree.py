@@ -29,7 +29,7 @@ _INT, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
 
 
 class _Loader(_SafeLoader):  # type: ignore[misc]
-    """Numbers as in YAML 1.2. PyYAML reads YAML 1.1, where `010` is 8, `1:30` is 90, and `1e-8` is a string."""
+    """Numbers as in YAML 1.2. PyYAML reads YAML 1.1, where ``010`` is 8, ``1:30`` is 90, and ``1e-8`` is a string."""
 
     yaml_implicit_resolvers = {
         first: [(tag, pattern) for tag, pattern in kinds if tag not in (_INT, _FLOAT)]

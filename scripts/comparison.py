@@ -216,7 +216,7 @@ def _spec(recipe: str) -> str:
 
 
 def cost_table(measured: Path = COST) -> list[str]:
-    """Ratios of every head's times to a CIFAR ResNet-18's, divided by those of `avg`; memory; empty if not measured."""
+    """Ratios of every head's times to a CIFAR ResNet-18's, over those of ``avg``; memory; empty if not measured."""
     if not measured.is_file():
         return []
     content = json.loads(measured.read_text(encoding="utf-8"))
@@ -350,7 +350,7 @@ def conclusion(found: list[Row]) -> str:
 
 
 def rate_too_high(conv: Row) -> str:
-    """How far the training loss of the `conv` head rises at the shared learning rate."""
+    """How far the training loss of the ``conv`` head rises at the shared learning rate."""
     peaks = []
     for run in conv.runs:
         losses = run["history"]["train_loss"]

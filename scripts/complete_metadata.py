@@ -1,6 +1,6 @@
 """Add newer keys to the metadata of the bundled weights: ``python scripts/complete_metadata.py``.
 
-``canonical`` (which weights a bare name refers to) and the keys that `capszoo.recipes.weights.reading_keys` derives
+``canonical`` (which weights a bare name refers to) and the keys that ``capszoo.recipes.weights.reading_keys`` derives
 from the recipe and the data set. Existing keys are kept, except ``canonical``, which is determined again.
 """
 

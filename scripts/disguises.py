@@ -35,7 +35,7 @@ DISGUISES = {
 
 
 def disguise(digit: Image.Image, how: str) -> Image.Image:
-    """A grey digit of 28x28, white on black, in one of `DISGUISES`."""
+    """A grey digit of 28x28, white on black, in one of ``DISGUISES``."""
     if how.startswith("transparent"):
         ink = 0 if "black" in how else 255
         drawn = Image.new("RGBA", digit.size, (ink, ink, ink, 0))

@@ -58,7 +58,7 @@ def first_line(name: str) -> str:
     lines = (model_entrypoint(name).__doc__ or "").strip().splitlines()
     if not lines:
         raise SystemExit(f"error: {name} has no docstring")
-    return lines[0].strip()
+    return lines[0].strip().replace("``", "`")
 
 
 def replace_block(text: str, block: str, content: str) -> str:

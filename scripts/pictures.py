@@ -1,6 +1,6 @@
-"""Pictures of the checkpoints (by `make docs`): `docs/pictures`, on real test images stored with the tests.
+"""Pictures of the checkpoints (by ``make docs``): ``docs/pictures``, on real test images stored with the tests.
 
-`docs/curves` has the curves of their training.
+``docs/curves`` has the curves of their training.
 
 For each checkpoint with routing, the heat maps of a few images; for each with a decoder, reconstructions of images
 that it classifies correctly and of some that it does not. A picture states its weights, and is drawn again when
@@ -53,7 +53,7 @@ NOT_DECODED = ("affnist",)
 
 DECODED = "the first test images that are recognised, and the first that are not"
 
-#: The picture's kind → text of its caption; `{quantity}` is what the network's heat map draws.
+#: The picture's kind → text of its caption; ``{quantity}`` is what the network's heat map draws.
 KINDS = {
     "heat": "Test images, the share of each position in the predicted class ({quantity}, 1 is even) and both overlaid. "
     + MEANINGS["couplings"],
@@ -119,7 +119,7 @@ def _has_heat_map(name: str) -> bool:
 
 
 def _is_misleading(name: str) -> bool:
-    """Whether the network of a checkpoint has a routing of `NOT_SHOWN`."""
+    """Whether the network of a checkpoint has a routing of ``NOT_SHOWN``."""
     return any(type(module).__module__.startswith(NOT_SHOWN) for module in _without_weights(name).modules())
 
 

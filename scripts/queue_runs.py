@@ -6,7 +6,7 @@
     python scripts/queue_runs.py pack runs/TAG DIR                # DIR/TAG: the run in files of at most 16 MB
     python scripts/queue_runs.py unpack DIR/TAG runs/TAG          # on another machine
 
-`train` skips finished runs, and seeds whose result is in the zoo if the zoo's checkpoint reaches the target or was
+``train`` skips finished runs, and seeds whose result is in the zoo if the zoo's checkpoint reaches the target or was
 trained with the same settings; naming a recipe trains these, too. A packed run has the newest checkpoint (weights,
 momentum, moving average, position), or the weights of a finished run, with recipe and records. It ends with the same
 weights bit for bit on the same type of processor.
@@ -60,7 +60,7 @@ GPU_RUNS = 5
 class QueueItem:
     """A recipe of queue.yaml: its profile and settings, a run for each seed, the paper's and the target accuracy in %.
 
-    `cost`, `note` and `tried` (what missed the target) are words. Tier 1 is trained first.
+    ``cost``, ``note`` and ``tried`` (what missed the target) are words. Tier 1 is trained first.
     """
 
     tag: str
@@ -79,7 +79,7 @@ class QueueItem:
 class Run:
     """A run of the queue: its folder, its epochs, and the zoo's accuracy in %.
 
-    `in_zoo`: the zoo has the result of this seed, so that training would repeat it.
+    ``in_zoo``: the zoo has the result of this seed, so that training would repeat it.
     """
 
     item: QueueItem
@@ -124,7 +124,7 @@ def position(run: Path) -> tuple[bool, int]:
 
 
 def pack(run: Path, parent: Path, part_bytes: int = PART_BYTES) -> Path:
-    """Write a run to `parent/<name of the run>`, in place of what is there, and return this folder."""
+    """Write a run to ``parent/<name of the run>``, in place of what is there, and return this folder."""
     target = parent / run.name
     files = [run / name for name in ("recipe.yaml", "sessions.json", "metrics.jsonl")]
     finished, step = position(run)
@@ -159,14 +159,14 @@ def pack(run: Path, parent: Path, part_bytes: int = PART_BYTES) -> Path:
 
 
 def packed_position(folder: Path) -> tuple[bool, int]:
-    """The `position` of a packed run; that of a run without a checkpoint if there is none."""
+    """The ``position`` of a packed run; that of a run without a checkpoint if there is none."""
     file = folder / "manifest.json"
     finished, step = json.loads(file.read_text())["position"] if file.is_file() else (False, -1)
     return finished, step
 
 
 def unpack(folder: Path, run: Path) -> None:
-    """Recreate a run that `pack` wrote, all of it or nothing; the run must not exist."""
+    """Recreate a run that ``pack`` wrote, all of it or nothing; the run must not exist."""
     if run.exists():
         raise CapszooError(f"{run} exists", "choose another folder, or move it away")
     manifest = json.loads((folder / "manifest.json").read_text())

@@ -464,6 +464,29 @@ def test_layers_import_torch_alone(root: Path) -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_docstrings_have_one_dialect(root: Path) -> None:
+    """Code in double backticks, and what a constant or an attribute is in a ``#:`` comment before it.
+
+    A command's docstring is its help, which the terminal shows as it is.
+    """
+    single, wrong = re.compile(r"(?<![`:\w\\])`(?!`)[^`]+`(?![`_\w])"), []
+    for _, path in _modules(root):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+                continue
+            name, place = getattr(node, "name", "the file"), path.relative_to(root)
+            if not name.endswith("_command") and single.search(ast.get_docstring(node) or ""):
+                wrong.append(f"{place}: single backticks in the docstring of {name}")
+            for part in node.body[1:]:
+                if (
+                    isinstance(part, ast.Expr)
+                    and isinstance(part.value, ast.Constant)
+                    and part.value.value != ...
+                ):
+                    wrong.append(f"{place}:{part.lineno}: a string after what it describes")
+    assert not wrong, "\n".join(wrong)
+
+
 def test_hubconf_imports_nothing_else(root: Path) -> None:
     targets = [name for name, _ in _imported("hubconf", root / "hubconf.py")]
     ours = [name for name in targets if name.startswith("capszoo")]

@@ -72,7 +72,7 @@ def checkpoints(aliases: bool = True) -> dict[str, WeightsInfo]:
     """Every checkpoint of the zoo by its name ``<architecture>.<tag>``, in alphabetical order.
 
     Args:
-        aliases: by each of its names, those of `capszoo._pretrained.info.ALIASES` included; else by the name of its
+        aliases: by each of its names, those of ``capszoo._pretrained.info.ALIASES`` included; else by the name of its
             file alone.
     """
     known = read_metadata()
@@ -159,7 +159,7 @@ def exported_file(name: str) -> Path | None:
 
 
 def check_not_exported(name: str) -> None:
-    """Raise `CapszooError` for an exported file, where only the network itself will do."""
+    """Raise ``CapszooError`` for an exported file, where only the network itself will do."""
     if exported_file(name) is not None:
         raise CapszooError(
             f"{name} is an exported file, which only {', '.join(EXPORTED_IN)} take",
@@ -179,7 +179,7 @@ def pickled_remedy(path: Path) -> str:
 
 
 def check_path(name: str) -> None:
-    """Raise `CapszooError` if a MODEL argument is a path or an address at which there is no model.
+    """Raise ``CapszooError`` if a MODEL argument is a path or an address at which there is no model.
 
     A file of pickled weights is refused, because unpickling can run code.
     """
@@ -224,7 +224,7 @@ def check_model_argument(name: str, exported: bool = False) -> None:
 
 
 def check_name(name: str, known: Collection[str] | None = None) -> None:
-    """Raise `UnknownModel` unless a name, with or without a tag, is a model of the zoo.
+    """Raise ``UnknownModel`` unless a name, with or without a tag, is a model of the zoo.
 
     Args:
         name: the name.

@@ -3,7 +3,7 @@
 A ``config.json`` or a checkpoint's ``.json`` describes a model. It never determines where something is read from: keys
 that name a file, an address, a repository or a device are dropped (:data:`_DESCRIBED` lists the accepted keys) or
 refused (:data:`_NOT_FOR_STRANGERS`), and the name of an architecture must be a registered name, never ``hf-hub:`` or
-``local-dir:``. Sizes have limits, and `capszoo._pretrained.demand.check_demand` compares them with the tensors of the
+``local-dir:``. Sizes have limits, and ``capszoo._pretrained.demand.check_demand`` compares them with the tensors of the
 file before a model is built. This module imports neither torch nor pydantic, whose import alone takes as long as the
 whole of ``capszoo list``. Files that are read less often have pydantic models: manifests of bundles, recipes, the typed
 record of a checkpoint.
@@ -369,7 +369,7 @@ def _count(value: Any, where: str, key: str) -> int:
     return _whole(value, where, key, 0, 10**15)
 
 
-#: Values of a measurement, see `capszoo.metadata.Measurement`.
+#: Values of a measurement, see ``capszoo.metadata.Measurement``.
 _MEASURED: dict[str, Callable[[Any, str, str], Any]] = {
     "top1": lambda value, where, key: _real(value, where, key, 0, 100),
     "errors": _count,
@@ -462,7 +462,7 @@ class ModelConfig:
         cfg: keys of timm's ``PretrainedCfg`` that describe the model, without sources of weights.
         model_args: arguments of the architecture.
         sha256: of ``model.safetensors``, if stated.
-        own_keys: the zoo's keys, see `own_keys`.
+        own_keys: the zoo's keys, see ``own_keys``.
     """
 
     architecture: str

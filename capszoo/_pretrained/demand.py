@@ -1,4 +1,4 @@
-"""Compare the model that metadata describe with its weights file; `checks` checks the metadata themselves."""
+"""Compare the model that metadata describe with its weights file; ``checks`` checks the metadata themselves."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def fitting(where: str) -> Iterator[None]:
 
 @contextmanager
 def _module_limit(most: int, where: str) -> Iterator[None]:
-    """Within this context, the thread that registers more sub-modules than ``most`` gets a `WeightsError`."""
+    """Within this context, the thread that registers more sub-modules than ``most`` gets a ``WeightsError``."""
     thread, count = threading.get_ident(), 0
 
     def registered(module: nn.Module, name: str, submodule: nn.Module | None) -> None:

@@ -201,7 +201,7 @@ def download_weights(
 ) -> Path:
     """Fetch the safetensors of a Hub repository (or take it from the client's cache), and verify it.
 
-    If the newest file has another sha256, the one of the tag `sha256_tag` is taken: an older capszoo gets the weights
+    If the newest file has another sha256, the one of the tag ``sha256_tag`` is taken: an older capszoo gets the weights
     that it knows. A damaged file is removed from the cache, so that the next call downloads it again.
 
     Args:

@@ -90,7 +90,7 @@ class WeightsInfo:
         crop_mode: how an image of another shape is framed: ``center``, ``squash`` or ``border``.
         license: of the weights.
         raw: the whole content of the file (recipe, metrics, seeds, …).
-        stored_as: for a checkpoint that the architecture shares with another (`ALIASES`), its name there.
+        stored_as: for a checkpoint that the architecture shares with another (``ALIASES``), its name there.
     """
 
     architecture: str
@@ -141,14 +141,14 @@ class WeightsInfo:
 
     @property
     def score_kind(self) -> str:
-        """Kind of the scores, see `capszoo.scores`; empty if neither the key nor the recipe determines it."""
+        """Kind of the scores, see ``capszoo.scores``; empty if neither the key nor the recipe determines it."""
         loss = self.raw.get("recipe", {}).get("loss", {}).get("name")
         stated = self.raw.get("score_kind") or (kind_for(loss) if loss else "")
         return str(stated) if stated in SCORE_KINDS else ""
 
     @property
     def own_keys(self) -> dict[str, Any]:
-        """Facts for which timm's configuration has no field (see `capszoo._pretrained.facts`)."""
+        """Facts for which timm's configuration has no field (see ``capszoo._pretrained.facts``)."""
         stated = {
             key: self.raw[key] for key in ("background", "object_size", "value_range") if self.raw.get(key)
         }
@@ -220,7 +220,7 @@ def weights_folders() -> tuple[Path, ...]:
 
 
 def stored_file(name: str, folders: Iterable[Path] | None = None) -> Path | None:
-    """A file of a checkpoint of the zoo; None if no folder (by default of `weights_folders`) has it.
+    """A file of a checkpoint of the zoo; None if no folder (by default of ``weights_folders``) has it.
 
     A checkpoint's weights may be in another folder than its metadata and golden outputs.
     """
@@ -229,7 +229,7 @@ def stored_file(name: str, folders: Iterable[Path] | None = None) -> Path | None
 
 
 def read_metadata() -> dict[str, WeightsInfo]:
-    """Every checkpoint with metadata in `weights_folders`, by its full name, in alphabetical order.
+    """Every checkpoint with metadata in ``weights_folders``, by its full name, in alphabetical order.
 
     A checkpoint with damaged metadata is skipped with a warning, since the others do not depend on it.
     """
@@ -274,7 +274,7 @@ def with_aliases(known: Mapping[str, WeightsInfo]) -> dict[str, WeightsInfo]:
 
 
 def other_names(known: Mapping[str, WeightsInfo], name: str) -> list[str]:
-    """The further names of a checkpoint, by `ALIASES`."""
+    """The further names of a checkpoint, by ``ALIASES``."""
     return [other for other, info in with_aliases(known).items() if info.stored_as == name]
 
 

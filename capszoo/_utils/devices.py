@@ -18,7 +18,7 @@ DEVICES = ("auto", "cpu", "cuda", "mps")
 
 
 def check_device(name: str | None) -> str | None:
-    """Return the name; raise `UsageError` if no machine has such a device. Only torch knows whether this one does."""
+    """Return the name; raise ``UsageError`` if no machine has such a device. Only torch knows whether this one does."""
     known = name is None or name in DEVICES or re.fullmatch(r"cuda:[0-9]{1,3}", name)
     if not known:
         raise UsageError(f"unknown device '{name}'", f"use {', '.join(DEVICES[:-1])} or {DEVICES[-1]}")
@@ -26,7 +26,7 @@ def check_device(name: str | None) -> str | None:
 
 
 def inductor_options(device_type: str, *, channels_last: bool) -> dict[str, bool] | None:
-    """Argument `options` of torch.compile for a network of that layout.
+    """Argument ``options`` of torch.compile for a network of that layout.
 
     On a CPU, Inductor runs the convolutions of a contiguous network channels-last by default, and converts in between.
     """

@@ -64,7 +64,7 @@ def refusal(error: BaseException, repo_id: str) -> tuple[str, str]:
     """Why the Hub, or the mirror that ``HF_ENDPOINT`` names, gave no file of a repository, and what to do about it.
 
     Args:
-        error: of `is_hub_error`.
+        error: of ``is_hub_error``.
         repo_id: ``USER/NAME`` or ``USER/NAME@REVISION``.
     """
     from huggingface_hub import get_token
@@ -242,7 +242,7 @@ def _status(error: BaseException) -> int | None:
 
 
 def _wait(error: BaseException) -> int | None:
-    """Seconds that the Hub asks to wait: in `Retry-After`, or as `t=…` in `RateLimit`."""
+    """Seconds that the Hub asks to wait: in ``Retry-After``, or as ``t=…`` in ``RateLimit``."""
     headers = getattr(_response(error), "headers", {})
     found = re.fullmatch(r"\s*(\d+)\s*", headers.get("Retry-After", "")) or re.search(
         r"\bt\s*=\s*(\d+)", headers.get("RateLimit", "")

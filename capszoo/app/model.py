@@ -1,7 +1,7 @@
 """A model for the page: its answer, couplings, reconstructions, and couplings by iteration.
 
 Scores and class capsules come from the model's exported ONNX file, run by ONNX Runtime; that file passed the export's
-gate before it was loaded. Couplings come from `capszoo.explain`, reconstructions from the network's decoder.
+gate before it was loaded. Couplings come from ``capszoo.explain``, reconstructions from the network's decoder.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from ..summary import routing_iterations
 
 __all__ = ["MAX_FILE_MB", "MAX_PIXELS", "MAX_ITERATIONS", "Answer", "AppModel", "read_drawing", "read_upload"]
 
-#: For networks in PyTorch: an export chooses engines for the whole process, and `settle` changes its network meanwhile.
+#: For networks in PyTorch: an export chooses engines for the whole process, and ``settle`` changes its network
+#: meanwhile.
 _TORCH = threading.Lock()
 
 #: Pixels of the largest image that the page reads.
@@ -54,7 +55,7 @@ class Answer:
     Attributes:
         model: name of the model.
         labels: names of the classes.
-        probabilities: of the classes ``[n]``, as `capszoo.scores` defines them.
+        probabilities: of the classes ``[n]``, as ``capszoo.scores`` defines them.
         scores: of the classes ``[n]``, from the exported file.
         poses: class capsules ``[n, e]``; None for a network without class capsules.
         predicted: class with the highest score.
@@ -250,7 +251,7 @@ class AppModel:
         """The couplings of the predicted class after another number of routing iterations.
 
         Raises:
-            UsageError: fewer than 1 iteration, or more than `max_iterations`.
+            UsageError: fewer than 1 iteration, or more than ``max_iterations``.
         """
         if not 1 <= iterations <= self.max_iterations:
             raise UsageError(f"{iterations} routing iterations", f"give 1 to {self.max_iterations}")
@@ -287,7 +288,7 @@ def read_upload(path: str | Path) -> Image.Image:
     """Open an uploaded file.
 
     Raises:
-        CapszooError: not an image, a damaged one, or more than `MAX_PIXELS` pixels. The message does not name the
+        CapszooError: not an image, a damaged one, or more than ``MAX_PIXELS`` pixels. The message does not name the
             server's folder of the file.
     """
     return open_image(path, name=Path(path).name, max_pixels=MAX_PIXELS)

@@ -55,8 +55,8 @@ CANVAS = f"""<div>Draw a digit</div>
 <canvas width="{SIDE}" height="{SIDE}" style="touch-action:none;cursor:crosshair;border:1px solid #888"></canvas>
 <div style="margin-top:6px"><button type="button">Clear</button></div>"""
 
-#: Sends the drawing as the component's value, not as the event's data. An event that Gradio defers (`always_last`) has
-#: the data of the event before it, but the components' values of its own time.
+#: Sends the drawing as the component's value, not as the event's data. An event that Gradio defers (``always_last``)
+#: has the data of the event before it, but the components' values of its own time.
 CONNECT = """
 capszooCanvas(element.querySelector("canvas"), element.querySelector("button"), (canvas) => {
   props.value = canvas === null ? "" : canvas.toDataURL("image/png");
@@ -86,7 +86,7 @@ class Models:
             wait: load the model, also one that could not be loaded before; without, it must have been loaded.
 
         Raises:
-            CapszooError: the model cannot be used, or, without `wait`, has not been loaded yet.
+            CapszooError: the model cannot be used, or, without ``wait``, has not been loaded yet.
         """
         if name in self._models:  # without the lock: a model that is being loaded must not delay the others
             return self._models[name]
@@ -127,12 +127,12 @@ class _Column:
 
     @property
     def scored(self) -> list[Any]:
-        """Components updated by `_score`."""
+        """Components updated by ``_score``."""
         return [self.status, self.label, self.seen]
 
     @property
     def explained(self) -> list[Any]:
-        """Components updated by `_explain`, without the sliders, because each update costs the browser time."""
+        """Components updated by ``_explain``, without the sliders, because each update costs the browser time."""
         return [self.answer, self.couplings, self.overlay, self.reconstruction, self.settled]
 
     @property
@@ -142,7 +142,7 @@ class _Column:
 
 
 def _score(models: Models, name: str, image: Any, drawn: bool) -> list[Any]:
-    """The values of `_Column.scored`."""
+    """The values of ``_Column.scored``."""
     if name == NO_MODEL or image is None:
         return ["" if name == NO_MODEL else NOTHING, None, None]
     try:
@@ -159,7 +159,7 @@ def _score(models: Models, name: str, image: Any, drawn: bool) -> list[Any]:
 def _explain(
     models: Models, name: str, image: Any, drawn: bool, iterations: int, offsets: Sequence[float]
 ) -> list[Any]:
-    """The values of `_Column.explained`."""
+    """The values of ``_Column.explained``."""
     if name == NO_MODEL or image is None:
         return [None] * 5
     try:
@@ -422,7 +422,7 @@ def run(
     """Serve the page until it is stopped.
 
     Args:
-        names: models to choose from, the first one first; empty uses `DEFAULT_MODEL` and every checkpoint.
+        names: models to choose from, the first one first; empty uses ``DEFAULT_MODEL`` and every checkpoint.
         host: address to listen on. ``127.0.0.1`` accepts only this machine.
         port: port to listen on; None uses the first free one from 7860 on.
         browser: open the page in a browser.

@@ -55,7 +55,7 @@ def enlarged(image: Image.Image, side: int = SIDE) -> Image.Image:
 
 
 def _colours(relative: np.ndarray) -> np.ndarray:
-    """Multiples of an even share to RGB in 0..255, on the scale of `capszoo.explain`."""
+    """Multiples of an even share to RGB in 0..255, on the scale of ``capszoo.explain``."""
     require("the app", ["matplotlib"], "app")
     from matplotlib import colormaps
 

@@ -79,7 +79,7 @@ class Metrics:
 
 
 async def body_of(request: Any, limit: int = MAX_FILE_MB * 1_000_000) -> bytes:
-    """The body of a request, read only up to a limit in bytes; raises FastAPI's `HTTPException` for a wrong one."""
+    """The body of a request, read only up to a limit in bytes; raises FastAPI's ``HTTPException`` for a wrong one."""
     from fastapi import HTTPException
 
     if request.headers.get("content-type", "").startswith("multipart/"):
@@ -225,7 +225,7 @@ def limited_protocol(most: int) -> Any:
 
 
 def log_config() -> dict[str, Any]:
-    """Settings of `logging`: what the server and its event loop have to say goes to stderr, in one line each."""
+    """Settings of ``logging``: what the server and its event loop have to say goes to stderr, in one line each."""
     loggers = ("uvicorn", "uvicorn.error", "uvicorn.access", "asyncio")
     stderr = {"class": "logging.StreamHandler", "formatter": "line", "filters": ["one_line"]}
     return {
@@ -241,7 +241,7 @@ def log_config() -> dict[str, Any]:
 
 
 class OneLine(logging.Filter):
-    """Faults in one line without a traceback, each kind once in `FAULT_SECONDS`."""
+    """Faults in one line without a traceback, each kind once in ``FAULT_SECONDS``."""
 
     def __init__(self) -> None:
         super().__init__()

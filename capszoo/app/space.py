@@ -145,7 +145,7 @@ def _weights_of(name: str) -> dict[str, Path]:
 
 
 def _copy_package(package: Path) -> None:
-    """Copy the installed package ``capszoo``, from an installation or a checkout, without `LEFT_OUT`."""
+    """Copy the installed package ``capszoo``, from an installation or a checkout, without ``LEFT_OUT``."""
     from .. import export
 
     junk = shutil.ignore_patterns("__pycache__", "*.pyc")

@@ -280,7 +280,7 @@ def _about(name: str) -> dict[str, Any]:
 def _measure_agreement(
     names: list[str], dataset: str | None, data: str | None, **options: Any
 ) -> dict[str, Any]:
-    """Accuracy and agreement on the same images; the options are those of `prepare`."""
+    """Accuracy and agreement on the same images; the options are those of ``prepare``."""
     from ..recipes.evaluation.agreement import agreement
     from ..recipes.evaluation.target import data_set_of, prepare
 
@@ -296,7 +296,7 @@ def _measure_agreement(
 def _agreement(
     names: list[str], dataset: str | None, data: str | None, **options: Any
 ) -> tuple[dict[str, Any] | None, str]:
-    """As `_measure_agreement`, if there are images; the folder that ``CAPSZOO_DATA`` names may lack them.
+    """As ``_measure_agreement``, if there are images; the folder that ``CAPSZOO_DATA`` names may lack them.
 
     Returns the result, or None and the reason (empty: no images were given).
     """

@@ -69,7 +69,7 @@ __all__ = [
 ]
 
 
-#: Picture formats, and styles (`capszoo.explain.plotting.STYLES`, which needs torch).
+#: Picture formats, and styles (``capszoo.explain.plotting.STYLES``, which needs torch).
 PICTURES, STYLES = ("png", "pdf", "svg"), ("screen", "paper", "talk")
 
 #: Length of the longest error message in characters.
@@ -221,7 +221,7 @@ ItersOption = Annotated[
 
 
 def check_paths(paths: Iterable[Path]) -> None:
-    """Raise `CapszooError` for the first path that does not exist, before anything heavy is loaded."""
+    """Raise ``CapszooError`` for the first path that does not exist, before anything heavy is loaded."""
     for path in paths:
         if path.parts[:1] in (("http:",), ("https:",)):
             raise UsageError(f"{path.name} is on the web: images are read from files", "download it first")
@@ -267,7 +267,7 @@ def printable(text: str, longest: int = sys.maxsize) -> str:
 
 
 def check_picture_options(format: str | None, style: str) -> None:
-    """Raise `UsageError` for an invalid ``--format`` or ``--style``, before anything is loaded."""
+    """Raise ``UsageError`` for an invalid ``--format`` or ``--style``, before anything is loaded."""
     if format is not None and format not in PICTURES:
         raise UsageError(unknown_name("format", format, PICTURES))
     if style not in STYLES:

@@ -40,11 +40,11 @@ if TYPE_CHECKING:
     from ..recipes.evaluation.metrics import EvalResult
     from ..recipes.evaluation.report import Report
 
+#: Measurements that need gradients or couplings.
 _OF_THE_NETWORK = ("robustness", "routing", "routing_iters")
-"""Measurements that need gradients or couplings."""
 
+#: Rows of the per-class table; of more classes those with the lowest recall are shown.
 MOST_CLASSES = 20
-"""Rows of the per-class table; of more classes those with the lowest recall are shown."""
 
 
 _measurement = partial(typer.Option, rich_help_panel="Measurements")

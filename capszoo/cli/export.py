@@ -273,7 +273,7 @@ def _export(
 
 
 def check_bundle_folder(folder: str, as_json: bool, model: str | None = None) -> None:
-    """Verify a bundle and print each step; raises `CapszooError` if one fails."""
+    """Verify a bundle and print each step; raises ``CapszooError`` if one fails."""
     from ..export.bundle import check_bundle
 
     found = check_bundle(folder, model)

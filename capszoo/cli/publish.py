@@ -94,7 +94,7 @@ def _say(line: str) -> None:
 def _publish_space(
     names: list[str], repo_id: str, private: bool, dry_run: bool, out: Path | None, as_json: bool
 ) -> None:
-    """Write a Space and, without `dry_run`, upload it."""
+    """Write a Space and, without ``dry_run``, upload it."""
     import tempfile
 
     from .._utils.files import workplace

@@ -125,7 +125,7 @@ def train_command(
     print_run(train(recipes[0], overrides, **given, accept_data=accept_data))
 
 
-#: Options of `capszoo train` that some kinds of runs do not use, and the kinds that do ("": a single run).
+#: Options of ``capszoo train`` that some kinds of runs do not use, and the kinds that do ("": a single run).
 _USED_BY = {
     "profile": ("", "--seeds", "--together"),
     "threads": ("",),
@@ -135,7 +135,7 @@ _USED_BY = {
 
 
 def _check_kind_of_run(context: typer.Context, kinds: list[str]) -> None:
-    """Raise `UsageError` for two kinds of runs at once, or an option that this kind would ignore."""
+    """Raise ``UsageError`` for two kinds of runs at once, or an option that this kind would ignore."""
     if len(kinds) > 1:
         raise UsageError(f"{kinds[0]} and {kinds[1]} exclude each other", "give one of them")
     kind = kinds[0] if kinds else ""

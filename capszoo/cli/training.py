@@ -44,7 +44,7 @@ def recipe_names() -> list[str]:
 
 
 def check_recipe_argument(name: str) -> None:
-    """Raise `UsageError` if a RECIPE argument is neither a file nor a recipe of the package."""
+    """Raise ``UsageError`` if a RECIPE argument is neither a file nor a recipe of the package."""
     if Path(name).suffix in (".yaml", ".yml", ".json"):
         if not Path(name).is_file():
             raise UsageError(f"no recipe at {name}", "check the path, or give a recipe's name")
@@ -138,7 +138,7 @@ AcceptDataOption = Annotated[
 
 
 def refuse_set_twice(overrides: list[str] | None, stated: Mapping[str, Any]) -> None:
-    """Refuse a `--set` line whose key an option sets, too: `stated` has the options' values by key.
+    """Refuse a ``--set`` line whose key an option sets, too: ``stated`` has the options' values by key.
 
     Raises:
         UsageError: there is one.
@@ -157,10 +157,10 @@ def refuse_set_twice(overrides: list[str] | None, stated: Mapping[str, Any]) -> 
 
 
 def settings(overrides: list[str] | None, **options: Any) -> list[str]:
-    """The `--set` lines, and lines for the options that abbreviate one.
+    """The ``--set`` lines, and lines for the options that abbreviate one.
 
     Raises:
-        UsageError: an option and a `--set` line set the same key.
+        UsageError: an option and a ``--set`` line set the same key.
     """
     keys = {"lr": "optimizer.lr"}
     refuse_set_twice(overrides, {keys.get(name, name): value for name, value in options.items()})

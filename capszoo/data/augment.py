@@ -1,6 +1,6 @@
 """Augmentation of a batch as tensor operations on the images' device, with separate random numbers for each image.
 
-`Augment.draw` draws the random numbers of a whole global batch from one CPU generator, `Augment.apply` uses one
+``Augment.draw`` draws the random numbers of a whole global batch from one CPU generator, ``Augment.apply`` uses one
 process's share of them: the images are the same on every device and for every number of processes.
 """
 
@@ -34,8 +34,8 @@ __all__ = [
     "warp",
 ]
 
+#: Random numbers by name, one row per image of the global batch.
 Draws = dict[str, Tensor]
-"""Random numbers by name, one row per image of the global batch."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class Augment:
         return [field.name for field in fields(self) if getattr(self, field.name) != field.default]
 
     def check_channels(self, channels: int) -> None:
-        """Raise `DataError` if a setting needs colour and there is none."""
+        """Raise ``DataError`` if a setting needs colour and there is none."""
         if channels != 3 and (self.saturation or self.hue):
             raise DataError(f"augment.saturation and augment.hue need 3 channels, the images have {channels}")
 
@@ -179,7 +179,7 @@ class Augment:
         return draws
 
     def _tilt_and_squeeze(self, n: int, before: Tensor | None, generator: torch.Generator) -> Tensor:
-        """Matrices [n, 2, 2] of the squeeze and then the tilt, applied after those of `before`."""
+        """Matrices [n, 2, 2] of the squeeze and then the tilt, applied after those of ``before``."""
         tilted = torch.rand(n, generator=generator) < 0.5
         angle = self.tilt * (0.33 * torch.randn(n, generator=generator)).clamp_(-1, 1) * tilted
         width = 1 - self.squeeze * torch.rand(n, generator=generator)
@@ -190,9 +190,9 @@ class Augment:
     def apply(
         self, pixels: Tensor, draws: Draws, size: tuple[int, int], fill: tuple[float, ...] | None = None
     ) -> Tensor:
-        """Augment uint8 [b, c, h, w] to uint8 [b, c, *size] with the random numbers of `draw`.
+        """Augment uint8 [b, c, h, w] to uint8 [b, c, *size] with the random numbers of ``draw``.
 
-        `fill`: colour of cutout, per channel in 0..1 (the mean of the data set); None: black.
+        ``fill``: colour of cutout, per channel in 0..1 (the mean of the data set); None: black.
         """
         result = pixels
         if "matrix" in draws:
@@ -332,7 +332,7 @@ def shift_in_margin(images: Tensor, draws: Tensor) -> Tensor:
         draws: [b, 2], in 0..1: place of the content, from the first possible row (column) to the last.
 
     Returns:
-        A tensor like `images`.
+        A tensor like ``images``.
     """
     shape = images.shape
     index = []
@@ -350,7 +350,7 @@ def shift_in_margin(images: Tensor, draws: Tensor) -> Tensor:
 
 
 def erase(images: Tensor, draws: Tensor, side: int) -> Tensor:
-    """Blacken a square of each image, entirely inside it; `draws` [b, 2] in 0..1 determine its first row and column."""
+    """Blacken a square of each image, inside it; ``draws`` [b, 2] in 0..1 determine its first row and column."""
     inside = []
     for axis, u in zip((2, 3), draws.to(images.device).unbind(1), strict=True):
         size = images.shape[axis]
@@ -439,7 +439,7 @@ def _grey(images: Tensor) -> Tensor:
 
 
 def _turn_hue(images: Tensor, turn: Tensor) -> Tensor:
-    """Rotate hues by `turn` [b] of the circle, keeping HSV's saturation and value."""
+    """Rotate hues by ``turn`` [b] of the circle, keeping HSV's saturation and value."""
     r, g, b = images.unbind(1)  # [b, h, w]
     value, low = images.amax(1), images.amin(1)
     chroma = value - low
@@ -459,7 +459,7 @@ def _turn_hue(images: Tensor, turn: Tensor) -> Tensor:
 def frame(
     images: Tensor, size: tuple[int, int], crop_mode: str = "center", mean: Sequence[float] = ()
 ) -> Tensor:
-    """uint8 [n, c, h, w] to uint8 [n, c, *size], framed like files (`capszoo.images.resize_and_crop`).
+    """uint8 [n, c, h, w] to uint8 [n, c, *size], framed like files (``capszoo.images.resize_and_crop``).
 
     Args:
         images: the images.

@@ -21,8 +21,8 @@ from .sets import ImageSet, StreamedSet, keyed_generator
 
 __all__ = ["Batch", "Batches", "balanced_order"]
 
+#: Elements of the images that are augmented together; in float32, with what the operations keep, about 100 MB.
 LARGEST_GROUP = 2**23
-"""Elements of the images that are augmented together; in float32, with what the operations keep, about 100 MB."""
 
 
 def balanced_order(labels: Tensor, generator: torch.Generator) -> Tensor:
@@ -50,9 +50,9 @@ def balanced_order(labels: Tensor, generator: torch.Generator) -> Tensor:
 class Batch(NamedTuple):
     """One batch.
 
-    `images` float32 [b, c, h, w], normalised; `labels` int64 [b], or float [b, n] of zeros and ones; `pixels` uint8
-    [b, c, h, w], before normalisation. Composed images also have `parts` uint8 [b, k, c, h, w], each object alone, and
-    `part_labels` int64 [b, k], -1 for none.
+    ``images`` float32 [b, c, h, w], normalised; ``labels`` int64 [b], or float [b, n] of zeros and ones; ``pixels``
+    uint8 [b, c, h, w], before normalisation. Composed images also have ``parts`` uint8 [b, k, c, h, w], each object
+    alone, and ``part_labels`` int64 [b, k], -1 for none.
     """
 
     images: Tensor
@@ -62,7 +62,7 @@ class Batch(NamedTuple):
     part_labels: Tensor | None = None
 
     def chunk(self, count: int) -> list[Batch]:
-        """Split into `count` parts of (nearly) equal size."""
+        """Split into ``count`` parts of (nearly) equal size."""
         parts = len(self.labels.chunk(count))
         columns = [(None,) * parts if column is None else column.chunk(count) for column in self]
         return [Batch(*row) for row in zip(*columns, strict=True)]  # type: ignore[arg-type]
@@ -72,7 +72,7 @@ class Batches:
     """Iterate over a data set.
 
     Args:
-        data: an `ImageSet` on the device of the batches, or a `StreamedSet` configured for it. In evaluation,
+        data: an ``ImageSet`` on the device of the batches, or a ``StreamedSet`` configured for it. In evaluation,
             composed images are created once, with a fixed seed.
         batch_size: images per step over all processes together.
         train: shuffle, augment and drop the last incomplete batch.
@@ -81,8 +81,8 @@ class Batches:
         seed: of order, composition and augmentation.
         rank, world: this process takes images rank, rank + world, … of each global batch.
         mean, std: normalisation; None uses the data set's.
-        balance: in training, show each class equally often (see `balanced_order`).
-        cutout_epochs: number of first epochs in which `augment.cutout` is on; None: all.
+        balance: in training, show each class equally often (see ``balanced_order``).
+        cutout_epochs: number of first epochs in which ``augment.cutout`` is on; None: all.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class Batches:
         return full if self.train else full + (rest > 0)
 
     def epoch(self, epoch: int = 0, start: int = 0) -> Iterator[Batch]:
-        """The batches of one epoch, from batch number `start` on."""
+        """The batches of one epoch, from batch number ``start`` on."""
         n = len(self.data)
         order = torch.arange(n)
         if self.balance:

@@ -25,7 +25,7 @@ _NYU = "https://cs.nyu.edu/~ylclab/data/norb-v1.0-small"
 class RemoteFile:
     """A file to download: its addresses, of which the first that responds is used, and its md5.
 
-    `members` are the files to extract from a tar archive; () keeps the file unchanged.
+    ``members`` are the files to extract from a tar archive; () keeps the file unchanged.
     """
 
     urls: tuple[str, ...]
@@ -97,7 +97,7 @@ def remote_files(name: str, split: str) -> tuple[RemoteFile, ...]:
 
 
 def fetch(name: str, split: str, folder: str | Path) -> Path:
-    """Download a split's files to `folder`/`name`, except those that exist with the right checksum.
+    """Download a split's files to ``folder``/``name``, except those that exist with the right checksum.
 
     Returns:
         That folder.
@@ -122,7 +122,7 @@ def fetch(name: str, split: str, folder: str | Path) -> Path:
 
 @contextmanager
 def _time_limit(seconds: float) -> Iterator[None]:
-    """Give up new connections that are silent for so long: torchvision's `download_url` has no such argument."""
+    """Give up new connections that are silent for so long: torchvision's ``download_url`` has no such argument."""
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(seconds)
     try:

@@ -1,13 +1,13 @@
 """Compose sets from digits, in batches, on the digits' device: affNIST's protocol, MultiMNIST, DiverseMultiMNIST.
 
-A composer draws the random numbers of a whole global batch on the CPU (`draw`) and composes images from one process's
-share of them (`compose`), so that images are functions of (seed, epoch, step) for any number of processes.
+A composer draws the random numbers of a whole global batch on the CPU (``draw``) and composes images from one process's
+share of them (``compose``), so that images are functions of (seed, epoch, step) for any number of processes.
 
 Sources: MultiMNIST and the expanded (shifted) MNIST, Sabour et al. 2017, sections 5.2 and 6; DiverseMultiMNIST, Tsai
 et al. 2020 (arXiv 2002.04764), appendix B.2; affNIST's ranges, the page of its author (Tieleman): rotation within 20
 degrees, shear within 0.2, each side scaled independently by 0.8 to 1.2, moved to any place where no ink is cut off.
 
-Letters: `b` batch, `c h w` image, `n` classes, `k` digits of an image.
+Letters: ``b`` batch, ``c h w`` image, ``n`` classes, ``k`` digits of an image.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ __all__ = ["ByClass", "Composed", "Composer", "Distort", "Overlay", "Scatter"]
 
 
 class ByClass(NamedTuple):
-    """Digits sorted by class, on the CPU: `labels` [n], `order` [n], and of each class its `start` in
-    `order` and its `number` of digits."""
+    """Digits sorted by class, on the CPU: ``labels`` [n], ``order`` [n], and of each class its ``start`` in
+    ``order`` and its ``number`` of digits."""
 
     labels: Tensor
     order: Tensor
@@ -44,8 +44,8 @@ class ByClass(NamedTuple):
 class Composed(NamedTuple):
     """Images composed from digits.
 
-    `images` uint8 [b, c, h, w]; `labels` [b] classes or float [b, n] with a one for each class present; `parts`
-    uint8 [b, k, c, h, w], each digit alone, black for a missing one, and `part_labels` int64 [b, k], -1 for it.
+    ``images`` uint8 [b, c, h, w]; ``labels`` [b] classes or float [b, n] with a one for each class present; ``parts``
+    uint8 [b, k, c, h, w], each digit alone, black for a missing one, and ``part_labels`` int64 [b, k], -1 for it.
     """
 
     images: Tensor
@@ -55,17 +55,17 @@ class Composed(NamedTuple):
 
 
 class Composer(Protocol):
-    """A way to compose images from digits; equal settings have equal `repr`."""
+    """A way to compose images from digits; equal settings have equal ``repr``."""
 
     @property
     def size(self) -> int:
         """Side of the images in pixels."""
 
     def draw(self, index: ByClass, picked: Tensor, generator: torch.Generator) -> Draws:
-        """Random numbers for the digits `picked` [b], on the CPU."""
+        """Random numbers for the digits ``picked`` [b], on the CPU."""
 
     def compose(self, digits: Tensor, labels: Tensor, picked: Tensor, draws: Draws) -> Composed:
-        """Images around the digits `picked` [b] of `digits` uint8 [n, c, h, w] with `labels` [n]."""
+        """Images around the digits ``picked`` [b] of ``digits`` uint8 [n, c, h, w] with ``labels`` [n]."""
 
 
 def place(digits: Tensor, top: Tensor, left: Tensor, size: int) -> Tensor:
@@ -132,7 +132,7 @@ class Distort:
 
 @dataclass(frozen=True)
 class Overlay:
-    """Two digits of different classes, each moved by up to `shift` pixels, added and clipped; or one digit alone.
+    """Two digits of different classes, each moved by up to ``shift`` pixels, added and clipped; or one digit alone.
 
     The first digit is the one picked; the second is drawn uniformly from all digits of other classes in the same set.
 

@@ -45,7 +45,7 @@ Box = tuple[int, int, int, int]
 
 
 class Ilsvrc:
-    """Paths in a copy of ILSVRC 2012 with its original layout (`Data/CLS-LOC`, `Annotations/CLS-LOC`)."""
+    """Paths in a copy of ILSVRC 2012 with its original layout (``Data/CLS-LOC``, ``Annotations/CLS-LOC``)."""
 
     def __init__(self, folder: str | Path) -> None:
         root = expanded(folder)
@@ -62,7 +62,7 @@ class Ilsvrc:
                 self.titles = {line[:9]: line[10:].split(",")[0] for line in lines if line}
 
     def boxes(self, part: str) -> tuple[str | None, list[Box]]:
-        """The class and the boxes of an image from its annotation, `train/<class>/<stem>` or `val/<stem>`."""
+        """The class and the boxes of an image from its annotation, ``train/<class>/<stem>`` or ``val/<stem>``."""
         path = self.notes / f"{part}.xml"
         if not path.is_file():
             return None, []
@@ -187,16 +187,16 @@ def build(
     accuracies: Mapping[str, float],
     count: int = 200,
 ) -> dict[str, Any]:
-    """Write h-ImageNet: `train/<class>/*.jpg`, `val/<class>/*.jpg` and the manifest `h_imagenet.json`.
+    """Write h-ImageNet: ``train/<class>/*.jpg``, ``val/<class>/*.jpg`` and the manifest ``h_imagenet.json``.
 
     Args:
         folder: a copy of ILSVRC 2012 with its annotations.
         out: target folder; an interrupted call resumes.
-        accuracies: top-1 accuracy of each class, from `class_accuracies` or another source.
+        accuracies: top-1 accuracy of each class, from ``class_accuracies`` or another source.
         count: number of classes.
 
     Returns:
-        The manifest: `classes`, `accuracies`, `titles`, `counts` and the `paper`'s counts.
+        The manifest: ``classes``, ``accuracies``, ``titles``, ``counts`` and the ``paper``'s counts.
     """
     ilsvrc = Ilsvrc(folder)
     if unknown := sorted(set(accuracies) - set(ilsvrc.classes)):

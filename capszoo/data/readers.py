@@ -1,9 +1,9 @@
 """Readers of file formats: idx, parquet with encoded images, CIFAR's binary batches, SVHN's .mat, NORB's matrices.
 
-Each returns uint8 images [n, c, h, w] and int64 labels [n] (or the plain tensor of one file), or raises `DataError`
+Each returns uint8 images [n, c, h, w] and int64 labels [n] (or the plain tensor of one file), or raises ``DataError``
 with one line that names the file. Nothing is ever unpickled, because a pickle can run arbitrary code.
-Sources of the formats: idx: the table at the foot of LeCun's MNIST page; parquet: the Hub's `Image` feature, a
-struct of `bytes` and `path`, next to a `label`; CIFAR binary: one label byte (CIFAR-100 two, the coarse class
+Sources of the formats: idx: the table at the foot of LeCun's MNIST page; parquet: the Hub's ``Image`` feature, a
+struct of ``bytes`` and ``path``, next to a ``label``; CIFAR binary: one label byte (CIFAR-100 two, the coarse class
 first), then 3 planes of 1,024 bytes; SVHN: MATLAB 5 with X [32, 32, 3, n] and y [n, 1], in which the digit 0 is class
 10; NORB: a little-endian magic number that states the dtype, the rank, at least three sizes, then the values.
 """
@@ -58,22 +58,22 @@ __all__ = [
 ]
 
 _IDX_UBYTE = 0x08
+#: Bytes that a file of images may unpack to, where the size of its set is not known beforehand.
 MAX_FILE_BYTES = 2 * 2**30
-"""Bytes that a file of images may unpack to, where the size of its set is not known beforehand."""
+#: Pillow's mode in which images are read, by the number of channels.
 MODES = {1: "L", 3: "RGB"}
-"""Pillow's mode in which images are read, by the number of channels."""
+#: Number of images, drawn at random, that are looked at first.
 _LOOKED_AT = 4096
-"""Number of images, drawn at random, that are looked at first."""
 _ORIENTATION = 0x0112  # EXIF tag
+#: Largest label of a set: each number up to it is a class.
 MAX_LABEL = 100_000
-"""Largest label of a set: each number up to it is a class."""
 _NORB_BYTES = 29_160 * 2 * 108 * 108 + 2**10  # largest file: two images of 108 x 108 per example
 _CIFAR_BYTES = 50_000 * (2 + 3 * 32 * 32)
 _SVHN_IMAGES = 531_131  # size of the extra set
 _CIFAR_PIXELS = 3 * 32 * 32
 _IMAGE_COLUMNS = ("image", "img")
+#: Names of a column of labels, the most common first.
 LABEL_COLUMNS = ("label", "fine_label", "labels", "class", "target", "category")
-"""Names of a column of labels, the most common first."""
 _NORB_TYPES: dict[int, np.dtype[Any]] = {0x1E3D4C55: np.dtype("u1"), 0x1E3D4C54: np.dtype("<i4")}
 
 
@@ -94,7 +94,7 @@ def _read_bytes(path: Path, limit: int = MAX_FILE_BYTES) -> bytes:
 
 
 def read_idx(path: str | Path, limit: int = MAX_FILE_BYTES) -> Tensor:
-    """Read one idx file of unsigned bytes, gzipped or not; a file of more than `limit` bytes is refused.
+    """Read one idx file of unsigned bytes, gzipped or not; a file of more than ``limit`` bytes is refused.
 
     Returns:
         A uint8 tensor of the shape in the header.
@@ -128,7 +128,7 @@ def idx_pair(folder: Path, stem: str) -> tuple[Path, Path] | None:
 
 
 def read_idx_pair(pair: tuple[Path, Path], limit: int = MAX_FILE_BYTES) -> tuple[Tensor, Tensor]:
-    """Images [n, 1, h, w] and labels [n] of a split; files of more than `limit` bytes are refused."""
+    """Images [n, 1, h, w] and labels [n] of a split; files of more than ``limit`` bytes are refused."""
     images, labels = read_idx(pair[0], limit), read_idx(pair[1], limit)
     if images.ndim != 3 or labels.ndim != 1:
         raise DataError(f"{pair[0]} and {pair[1]} do not hold images and labels")
@@ -136,7 +136,7 @@ def read_idx_pair(pair: tuple[Path, Path], limit: int = MAX_FILE_BYTES) -> tuple
 
 
 def _check_shards(files: Sequence[Path]) -> None:
-    """Check that no Hub shard is missing: their names contain the number of shards, `train-00000-of-00004.parquet`."""
+    """Check that no Hub shard is missing: their names have the number of shards, ``train-00000-of-00004.parquet``."""
     match = re.search(r"-of-(\d+)\.parquet$", files[0].name)
     if match and int(match[1]) != len(files):
         raise DataError(
@@ -399,7 +399,7 @@ def _read_columns(path: Path, columns: list[str], stated: int) -> Any:
 
 
 def _parquet_table(path: Path) -> tuple[Any, str, str]:
-    """One parquet shard, and the names of its columns of images and labels; raises `DataError` for any other file."""
+    """One parquet shard, and the names of its columns of images and labels; raises ``DataError`` for any other file."""
     try:
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -470,7 +470,7 @@ def survey_parquet(files: Sequence[Path], ranges: bool = True) -> ParquetSurvey:
 
     Args:
         files: the shards.
-        ranges: look for one range of the values of images of more than 8 bits, as `look_at_set` does.
+        ranges: look for one range of the values of images of more than 8 bits, as ``look_at_set`` does.
     """
     channels = 1
     sizes: Counter[tuple[int, int]] = Counter()
@@ -496,7 +496,7 @@ def read_parquet(
     paths_below: Path | None = None,
     framing: Framing | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As `read_labelled_parquet`, of files whose labels are whole numbers: images, and labels int64 [n]."""
+    """As ``read_labelled_parquet``, of files whose labels are whole numbers: images, and labels int64 [n]."""
     images, labels = read_labelled_parquet(files, channels, side, paths_below, framing)
     if any(isinstance(label, str) for label in labels):
         raise DataError(f"{files[0]}: the labels are text; this data set's are whole numbers")
@@ -510,7 +510,7 @@ def read_labelled_parquet(
     paths_below: Path | None = None,
     framing: Framing | None = None,
 ) -> tuple[Tensor, list[int | str]]:
-    """Read parquet shards with one image column (a struct with `bytes`, or plain bytes) and one column of labels.
+    """Read parquet shards with one image column (a struct with ``bytes``, or plain bytes) and one column of labels.
 
     A string column of images, which would name files of this machine, is refused unless a folder is given.
 
@@ -518,8 +518,8 @@ def read_labelled_parquet(
         files: all shards of one split.
         channels: 1 decodes to grey, 3 to RGB; None: RGB if any of the images has colour.
         side: height and width of the images, or side of a square; None: they must all have the same size.
-        paths_below: strings are paths of images below this folder; None uses `CAPSZOO_IMAGE_PATHS`.
-        framing: as for `decode_image`.
+        paths_below: strings are paths of images below this folder; None uses ``CAPSZOO_IMAGE_PATHS``.
+        framing: as for ``decode_image``.
 
     Returns:
         Images [n, c, h, w] uint8 and n labels, numbers or text, in file order.
@@ -543,7 +543,7 @@ def _decode_all(
     folder: Path,
     framing: Framing | None = None,
 ) -> Tensor:
-    """Images of one size as uint8 [n, c, h, w]; refused if they need more than `MAX_FILE_BYTES`, decoded."""
+    """Images of one size as uint8 [n, c, h, w]; refused if they need more than ``MAX_FILE_BYTES``, decoded."""
     images: np.ndarray[Any, np.dtype[np.uint8]] | None = None
     first: dict[Path, int] = {}
     for k, (cell, source) in enumerate(encoded):
@@ -564,7 +564,7 @@ def _decode_all(
 
 
 def read_cifar_binary(files: Sequence[str | Path], label_bytes: int = 1) -> tuple[Tensor, Tensor]:
-    """Read CIFAR's binary batches (`data_batch_1.bin`, …; `train.bin`): images [n, 3, 32, 32] uint8, labels [n] int64.
+    """Read CIFAR's binary batches (``data_batch_1.bin``, …; ``train.bin``): images [n, 3, 32, 32] uint8, labels [n].
 
     Args:
         files: all batches of a split.
@@ -584,7 +584,7 @@ def read_cifar_binary(files: Sequence[str | Path], label_bytes: int = 1) -> tupl
 
 
 def read_svhn_mat(file: str | Path) -> tuple[Tensor, Tensor]:
-    """Read a file of cropped SVHN digits (`train_32x32.mat`): images [n, 3, 32, 32] uint8, labels [n] int64."""
+    """Read a file of cropped SVHN digits (``train_32x32.mat``): images [n, 3, 32, 32] uint8, labels [n] int64."""
     try:
         from scipy.io import loadmat, whosmat
     except ImportError as error:

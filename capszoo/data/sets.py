@@ -26,8 +26,8 @@ __all__ = [
     "split_validation",
 ]
 
+#: Images of the buffer out of which those of shards are drawn.
 SHUFFLE_BUFFER = 10_000
-"""Images of the buffer out of which those of shards are drawn."""
 
 
 def keyed_generator(*key: int | str) -> torch.Generator:
@@ -93,7 +93,7 @@ class ImageSet:
         return torch.randperm(len(self), generator=generator)
 
     def subset(self, indices: Tensor, split: str | None = None) -> ImageSet:
-        """The images at `indices` [m] as a new set."""
+        """The images at ``indices`` [m] as a new set."""
 
         def pick(tensor: Tensor | None) -> Tensor | None:
             return None if tensor is None else tensor[indices]
@@ -162,7 +162,7 @@ class ImageSet:
 def buffered_order(shards: Tensor, size: int, generator: torch.Generator) -> Tensor:
     """Shuffle the images' indices like a stream of shards with a shuffle buffer.
 
-    The shards follow each other in random order, their images in file order. The first `size` images fill a
+    The shards follow each other in random order, their images in file order. The first ``size`` images fill a
     buffer. Each further image replaces a random one of the buffer, which is the next in the order. At the end
     the buffer is emptied in random order. Nothing is read, so starting at any position of the order costs the same.
 
@@ -187,7 +187,7 @@ class Decoder(Protocol):
     """Source of a streamed set's images."""
 
     def decode(self, index: int) -> Tensor:
-        """Image number `index` as uint8 [c, rows, columns]; raises `DataError` if it is damaged."""
+        """Image number ``index`` as uint8 [c, rows, columns]; raises ``DataError`` if it is damaged."""
 
     def fingerprint(self) -> str:
         """A string that differs if the files do (from their names and sizes, without reading pixels)."""
@@ -251,7 +251,7 @@ class StreamedSet:
         return buffered_order(self.shards, SHUFFLE_BUFFER, generator)
 
     def subset(self, indices: Tensor, split: str | None = None) -> StreamedSet:
-        """The images at `indices` [m] as a new set."""
+        """The images at ``indices`` [m] as a new set."""
         return replace(
             self,
             split=split or self.split,
@@ -296,10 +296,10 @@ class StreamedSet:
 def split_validation(
     data: ImageSet | StreamedSet, size: int, seed: int = 0, stratified: bool = False
 ) -> tuple[ImageSet | StreamedSet, ImageSet | StreamedSet]:
-    """Split `size` images off a training set with a fixed seed: (the rest, the validation set).
+    """Split ``size`` images off a training set with a fixed seed: (the rest, the validation set).
 
-    `stratified`: from each class its share of `size`, rounded, but at least one image if the class has two, and never
-    all of them; so the number of images may differ slightly from `size`.
+    ``stratified``: from each class its share of ``size``, rounded, but at least one image if the class has two, and
+    never all of them; so the number of images may differ slightly from ``size``.
 
     Composed images of the validation set are composed once, only from held-out digits.
     """
@@ -332,7 +332,8 @@ def sized(spec: DatasetSpec, size: Side | None, resize: Side | None) -> tuple[Da
 
 
 def stored_sides(size: Side, resize: Side | None, margin: float) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Rows and columns of the model's input, and of the stored images: `resize`, by default `margin` times the input.
+    """Rows and columns of the model's input, and of the stored images: ``resize``, by default ``margin`` times the
+    input.
 
     Raises:
         DataError: the stored images would be smaller than the input.

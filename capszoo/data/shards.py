@@ -1,8 +1,8 @@
 """WebDataset shards: tar files of samples, indexed by reading their headers once and then read by position.
 
-A sample consists of consecutive members with the same name up to the first dot: `0001.jpg` and `0001.cls`. The
-label is the number of a class or its name, in `.cls` or in `.json` under `label` or `cls`. Other members are never
-read; nothing is extracted or unpickled. The format: the WebDataset library's documentation, and POSIX tar.
+A sample consists of consecutive members with the same name up to the first dot: ``0001.jpg`` and ``0001.cls``. The
+label is the number of a class or its name, in ``.cls`` or in ``.json`` under ``label`` or ``cls``. Other members are
+never read; nothing is extracted or unpickled. The format: the WebDataset library's documentation, and POSIX tar.
 
 The library itself is not used: its shuffle cannot resume at a given sample, and its default decoders unpickle.
 """
@@ -42,7 +42,7 @@ _COLUMNS = ("shards", "offsets", "sizes", "labels")
 
 
 def expand_shards(name: str, folder: Path, pattern: str) -> list[Path]:
-    """The files of a folder that match a pattern such as `train-{000000..000009}.tar` or `*.tar`.
+    """The files of a folder that match a pattern such as ``train-{000000..000009}.tar`` or ``*.tar``.
 
     Raises:
         DataError: a file of a numbered range does not exist, or no file matches.
@@ -67,10 +67,10 @@ def expand_shards(name: str, folder: Path, pattern: str) -> list[Path]:
 
 
 def shards_of_split(paths: Sequence[Path], names: Sequence[str], known: Collection[str]) -> list[Path]:
-    """The shards that belong to a split: `train-000000.tar`, or `000000.tar` in a folder `train`.
+    """The shards that belong to a split: ``train-000000.tar``, or ``000000.tar`` in a folder ``train``.
 
     The last word of a file's name that is a split's name counts, in upper or lower case:
-    `crash-test-Train-000000.tar` is of "train".
+    ``crash-test-Train-000000.tar`` is of "train".
 
     Args:
         paths: the shards.
@@ -106,7 +106,7 @@ class ShardIndex:
         paths: the shards.
         shards: int32 [n], the shard of each image.
         offsets, sizes: int64 [n], offset and number of the image's bytes.
-        labels: int64 [n]: numbers of classes, or indices into `names`.
+        labels: int64 [n]: numbers of classes, or indices into ``names``.
         names: the labels, if any of them is no number, in alphabetical order.
     """
 
@@ -335,7 +335,7 @@ def read_member(path: Path, offset: int, size: int) -> bytes:
 
 
 def member_name(path: Path, offset: int) -> str:
-    """The name of the member whose bytes begin at `offset`, from its header (at most 100 characters)."""
+    """The name of the member whose bytes begin at ``offset``, from its header (at most 100 characters)."""
     try:
         header = tarfile.TarInfo.frombuf(read_member(path, offset - _BLOCK, _BLOCK), "utf-8", "replace")
     except (DataError, tarfile.TarError, ValueError):

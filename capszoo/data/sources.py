@@ -1,9 +1,9 @@
 """Named data sets: locations of their files, required contents, and conversion to one tensor.
 
 A data set is searched under the folder given by the caller, else under each folder of the environment variable
-`CAPSZOO_DATA`, else in the folder of a Debian package. Nothing is downloaded unless the caller specifies a folder
-(`download=FOLDER`). Accepted layouts, in the folder itself or its sub-folder of the data set's name: the Hub's
-parquet files, idx files (plain or gzip; such as torchvision's `MNIST/raw` and `FashionMNIST/raw`), CIFAR's binary
+``CAPSZOO_DATA``, else in the folder of a Debian package. Nothing is downloaded unless the caller specifies a folder
+(``download=FOLDER``). Accepted layouts, in the folder itself or its sub-folder of the data set's name: the Hub's
+parquet files, idx files (plain or gzip; such as torchvision's ``MNIST/raw`` and ``FashionMNIST/raw``), CIFAR's binary
 batches, SVHN's .mat files, smallNORB's matrices. Sets composed from another one need that set's files.
 """
 
@@ -33,8 +33,8 @@ __all__ = ["TEST_SEEDS", "load_dataset"]
 _IDX = {"train": "train", "test": "t10k"}
 _SYSTEM_FOLDERS = {"fashion_mnist": Path("/usr/share/datasets/fashion-mnist")}
 
+#: Seeds of the composed test sets: one image per test digit, always the same.
 TEST_SEEDS = {"affnist": 1, "multimnist": 2, "diverse_multimnist": 3}
-"""Seeds of the composed test sets: one image per test digit, always the same."""
 
 # MNIST and Fashion-MNIST agree in their files' names, shapes and counts.
 _FIRST_LABELS = {
@@ -179,20 +179,21 @@ def load_dataset(
     Image folders, shards and repositories above 2 GB (as uint8), and h-ImageNet, become a set to be streamed.
 
     Args:
-        name: a key of `DATASETS`, or one of `PREFIXES` followed by a path or repository.
-        split: "train", "test", or another key of the data set's `counts`; with a prefix "train", "val" or "test".
-        data: folder with the data set or its sub-folder; None uses `CAPSZOO_DATA`.
+        name: a key of ``DATASETS``, or one of ``PREFIXES`` followed by a path or repository.
+        split: "train", "test", or another key of the data set's ``counts``; with a prefix "train", "val" or "test".
+        data: folder with the data set or its sub-folder; None uses ``CAPSZOO_DATA``.
         count: expected number of images; None uses the official number; ignored with a prefix.
         size: side, or rows and columns, of the model's input images; None uses the data set's (224 for
-            `imagefolder:`, `wds:` and `hf:`).
-        resize: those of the images before they are cropped to `size`; None uses the data set's (8/7 of `size` there).
+            ``imagefolder:``, ``wds:`` and ``hf:``).
+        resize: those of the images before they are cropped to ``size``; None uses the data set's (8/7 of ``size``
+            there).
         download: download missing files to this folder; None: nothing is ever downloaded.
         skipped: for folders and repositories of images, skip those that cannot be read, and add a line about
             each to this list; None: they are an error.
         channels: with a prefix, read encoded images in grey (1) or in colour (3), as a model takes them; None: in
             colour if a sample of the training images has colour.
         framing: how images of another shape are framed, and black and white of those with more than 8 bits; None: the
-            middle, and one range for the set, which `spec.value_range` of the result states.
+            middle, and one range for the set, which ``spec.value_range`` of the result states.
 
     Raises:
         DataError: a missing, truncated or wrong file; the message is one line, with a remedy.

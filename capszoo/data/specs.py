@@ -49,31 +49,31 @@ def shown_sides(side: Side) -> str:
 
 @dataclass(frozen=True)
 class DatasetSpec:
-    """Specification of a data set; `mean` and `std` are for images scaled to [0, 1]."""
+    """Specification of a data set; ``mean`` and ``std`` are for images scaled to [0, 1]."""
 
     name: str
     title: str
     label_names: tuple[str, ...]
+    #: What the model sees; stored images may be larger and are then cropped to it.
     input_size: tuple[int, int, int]
-    """What the model sees; stored images may be larger and are then cropped to it."""
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    #: Images of each split; 0 where they depend on the copy.
     counts: dict[str, int]
-    """Images of each split; 0 where they depend on the copy."""
+    #: Sub-folders in which known copies lie; "" is the folder itself.
     folders: tuple[str, ...]
-    """Sub-folders in which known copies lie; "" is the folder itself."""
     source: str
     remedy: str
+    #: Name of the set whose images this one is composed from.
     base: str = ""
-    """Name of the set whose images this one is composed from."""
+    #: 1: labels are classes [n]. Otherwise zeros and ones [n, classes]: this many ones, None where it varies.
     labels_per_image: int | None = 1
-    """1: labels are classes [n]. Otherwise zeros and ones [n, classes]: this many ones, None where it varies."""
+    #: Side of the stored images where it differs from ``input_size``.
     side: int | None = None
-    """Side of the stored images where it differs from `input_size`."""
+    #: Black and white of images of more than 8 bits a channel, where the set has some.
     value_range: tuple[float, float] | None = None
-    """Black and white of images of more than 8 bits a channel, where the set has some."""
+    #: Mean share of the training images' area that framing cuts off; None where it is not known.
     cropped: float | None = None
-    """Mean share of the training images' area that framing cuts off; None where it is not known."""
 
     @property
     def num_classes(self) -> int:
@@ -89,6 +89,7 @@ class DatasetSpec:
         return "exact set" if self.multi_label else "top-1"
 
 
+#: Prefixes that a path or repository follows, and what it must be.
 PREFIXES: dict[str, str] = {
     "imagefolder:": "a folder of images in a sub-folder per class, below train/ and test/ (or val/)",
     "csv:": "a table of file names and labels, beside its images",
@@ -97,10 +98,9 @@ PREFIXES: dict[str, str] = {
     "wds:": "a folder of WebDataset shards, train-*.tar and val-*.tar, or PATH/train-{000000..000009}.tar",
     "hf:": "a repository of the Hub (OWNER/NAME) below a data folder, or the path of a copy",
 }
-"""Prefixes that a path or repository follows, and what it must be."""
 
+#: Those whose images have any size and are scaled to ``resize`` before their middle is taken.
 RESIZED = ("imagefolder:", "csv:", "wds:", "hf:")
-"""Those whose images have any size and are scaled to ``resize`` before their middle is taken."""
 
 _MNIST = DatasetSpec(
     name="mnist",
@@ -309,7 +309,7 @@ def is_text(name: str) -> bool:
 
 
 def folder_name(path: str | Path) -> str:
-    """The name of a folder of images as a data set; `photos/` is `photos`."""
+    """The name of a folder of images as a data set; ``photos/`` is ``photos``."""
     return f"imagefolder:{os.path.normpath(path)}"
 
 
@@ -320,10 +320,10 @@ def table_name(path: str | Path) -> str | None:
 
 
 def source_name(data: str | Path) -> str:
-    """Source of the images that `data` names: a data set's name, a prefixed name, or a prefixed folder or table.
+    """Source of the images that ``data`` names: a data set's name, a prefixed name, or a prefixed folder or table.
 
     Raises:
-        DataError: `data` is neither of them.
+        DataError: ``data`` is neither of them.
     """
     text = str(data)
     if not text.strip() or text in PREFIXES:
@@ -342,7 +342,7 @@ def source_name(data: str | Path) -> str:
 
 
 def check_name(name: str) -> str:
-    """Return the name if `load_dataset` accepts it; else raise `DataError` with the nearest known one."""
+    """Return the name if ``load_dataset`` accepts it; else raise ``DataError`` with the nearest known one."""
     prefix = _prefix(name)
     if prefix and len(name) > len(prefix):
         return name
@@ -360,7 +360,7 @@ def check_channels(name: str, channels: int | None) -> None:
 
 
 def dataset_spec(name: str) -> DatasetSpec:
-    """Look a data set up by name; an unknown name raises `DataError` with the nearest known one."""
+    """Look a data set up by name; an unknown name raises ``DataError`` with the nearest known one."""
     if name in DATASETS:
         return DATASETS[name]
     if _prefix(name):

@@ -13,8 +13,8 @@ from .sets import ImageSet, StreamedSet
 
 __all__ = ["SetSummary", "shown_suffixes", "suffix_of", "summarise"]
 
+#: Number of classes up to which the sentence states the images of each.
 _ALL_NAMED = 6
-"""Number of classes up to which the sentence states the images of each."""
 _KINDS_NAMED = 4
 _WORDS = {"train": "training", "val": "validation"}
 
@@ -144,7 +144,7 @@ def _per_class(part: ImageSet | StreamedSet) -> list[int]:
 
 
 def suffix_of(path: str) -> str:
-    """The suffix of a file, in lower case; of `a.jpg.1` and `a.jpg?w=300` with that of the image before it."""
+    """The suffix of a file, in lower case; of ``a.jpg.1`` and ``a.jpg?w=300`` with that of the image before it."""
     stem, suffix = os.path.splitext(os.path.basename(path).lower().partition("?")[0])
     before = os.path.splitext(stem)[1]
     if "?" in os.path.basename(path):
@@ -153,7 +153,7 @@ def suffix_of(path: str) -> str:
 
 
 def shown_suffixes(counts: Mapping[str, int]) -> str:
-    """`8 .heic, 2 without a suffix`; the most frequent first, and only a few of them."""
+    """``8 .heic, 2 without a suffix``; the most frequent first, and only a few of them."""
     ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
     named = [f"{count:,} {suffix or 'without a suffix'}" for suffix, count in ordered[:_KINDS_NAMED]]
     if rest := sum(count for _, count in ordered[_KINDS_NAMED:]):
@@ -162,7 +162,7 @@ def shown_suffixes(counts: Mapping[str, int]) -> str:
 
 
 def shown_folders(counts: Mapping[str, int]) -> str:
-    """`32 images in bus and car (…)`, with what to do about them."""
+    """``32 images in bus and car (…)``, with what to do about them."""
     names = [_shown(place) for place in counts]
     listed: Sequence[str] = (
         names if len(names) <= _KINDS_NAMED else [*names[:_KINDS_NAMED], f"{len(names) - _KINDS_NAMED} more"]

@@ -54,7 +54,7 @@ def grid_of(index: Tensor) -> tuple[int, int]:
 
 
 def require_captum(method: str) -> None:
-    """Raise `CapszooError` if the library of an attribution is not installed."""
+    """Raise ``CapszooError`` if the library of an attribution is not installed."""
     require(f"the {method} map", ["captum"], "explain")
 
 
@@ -64,7 +64,7 @@ def attribution(
     """Share of each tile in the score of a class ``[rows, columns]``, in units of the score.
 
     Args:
-        method: a key of `ATTRIBUTIONS`.
+        method: a key of ``ATTRIBUTIONS``.
         model: a classifier in eval mode.
         pixels: one image ``[1, c, h, w]`` in 0..1.
         target: index of the class.

@@ -28,8 +28,8 @@ from .routing_stats import canonical
 
 __all__ = ["IterationChanges", "all_iterations", "iteration_changes"]
 
+#: Iterations that are looked at, or the network's own number where that is larger.
 ITERATIONS = 5
-"""Iterations that are looked at, or the network's own number where that is larger."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def iteration_changes(
     Args:
         model: a network of the zoo; run in eval mode.
         batches: images ``[b, c, h, w]``, normalised, on the model's device.
-        iterations: how many to examine; None uses `ITERATIONS`, or the network's number if that is larger.
+        iterations: how many to examine; None uses ``ITERATIONS``, or the network's number if that is larger.
 
     Raises:
         CapszooError: no capsule network, or no images.

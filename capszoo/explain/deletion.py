@@ -68,7 +68,7 @@ def deletion(
     Args:
         model: a network of the zoo; run in eval mode.
         images: as for :func:`capszoo.explain.explain`.
-        method: of the map, one of `capszoo.explain.heat_map.METHODS`.
+        method: of the map, one of ``capszoo.explain.heat_map.METHODS``.
         seed: of the random orders.
 
     Raises:

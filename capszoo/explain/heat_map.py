@@ -66,11 +66,11 @@ class Explanation:
         reconstruction: the decoder's image ``[c, h, w]`` of the target's capsule in 0..1; None without a decoder.
         covered: which cells of the grid take part in routing, ``[h', w']`` of bool; None for all of them.
         name: of the model.
-        score_kind: kind of the scores, a key of `capszoo.scores.SCORE_KINDS`.
+        score_kind: kind of the scores, a key of ``capszoo.scores.SCORE_KINDS``.
         quantity: what the map draws: the couplings, a product such as ``coupling × vote length``, or an attribution.
         centres: where the grid's rows and columns lie in the image: the centres of the cells' receptive fields, in
             pixels. None divides the image evenly.
-        method: kind of the map, one of `METHODS`.
+        method: kind of the map, one of ``METHODS``.
     """
 
     heat: Tensor
@@ -178,7 +178,7 @@ def explain(
 
     Args:
         model: a capsule network with ``coupling_map``, or for an attribution any classifier; used in eval mode.
-        image: a path, a picture or a numpy array (see `capszoo.preprocess.as_image`); or a normalised tensor
+        image: a path, a picture or a numpy array (see ``capszoo.preprocess.as_image``); or a normalised tensor
             ``[c, h, w]``.
         target: class (index or name) whose capsule is traced; None for the predicted one.
         name: of the model, for titles; None uses the architecture and tag.
@@ -230,7 +230,7 @@ def explain(
 
 
 def _routed(model: Any, batch: Tensor, target: int | None, size: tuple[int, int]) -> dict[str, Any]:
-    """The fields of an `Explanation` that the couplings of a capsule network determine."""
+    """The fields of an ``Explanation`` that the couplings of a capsule network determine."""
     try:
         with torch.inference_mode():
             if isinstance(model, RoutingPoolNet) and not model.coupling_layouts():
@@ -267,7 +267,7 @@ def _routed(model: Any, batch: Tensor, target: int | None, size: tuple[int, int]
 def _attributed(
     method: str, model: nn.Module, batch: Tensor, target: int | None, transform: ImageTransform
 ) -> dict[str, Any]:
-    """The fields of an `Explanation` that an attribution of the class score determines."""
+    """The fields of an ``Explanation`` that an attribution of the class score determines."""
     mean, std = (
         torch.tensor(values, device=batch.device, dtype=batch.dtype).view(-1, 1, 1)
         for values in (transform.mean, transform.std)
@@ -306,7 +306,7 @@ def _model_name(model: nn.Module) -> str:
 
 
 def class_index(target: int | str, labels: tuple[str, ...]) -> int:
-    """Index of a class given by its name or index; raises `UsageError` if there is none."""
+    """Index of a class given by its name or index; raises ``UsageError`` if there is none."""
     if isinstance(target, str) and target in labels:
         return labels.index(target)
     try:

@@ -84,7 +84,7 @@ def _scale(figure: Any, factor: float) -> None:
 
 
 def require_matplotlib(what: str) -> None:
-    """Raise `CapszooError` if figures cannot be drawn, before anything is computed."""
+    """Raise ``CapszooError`` if figures cannot be drawn, before anything is computed."""
     require(what, ["matplotlib"], "explain")
 
 

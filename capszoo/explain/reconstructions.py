@@ -35,8 +35,8 @@ __all__ = [
     "save_perturbation",
 ]
 
+#: What is added to a dimension: -0.25 to 0.25 by 0.05, as in Fig. 4.
 OFFSETS = tuple(round(0.05 * k, 2) for k in range(-5, 6))
-"""What is added to a dimension: -0.25 to 0.25 by 0.05, as in Fig. 4."""
 
 
 def offsets_to(span: float) -> tuple[float, ...]:
@@ -127,7 +127,7 @@ def perturb(
 
     Args:
         model: model with a decoder; used in eval mode.
-        image: a path, a picture or a numpy array (see `capszoo.preprocess.as_image`); or a normalised tensor
+        image: a path, a picture or a numpy array (see ``capszoo.preprocess.as_image``); or a normalised tensor
             ``[c, h, w]``.
         target: class whose capsule is changed; None for the predicted one.
         offsets: values added to each dimension in turn.

@@ -5,7 +5,7 @@ All statistics are computed in one evaluation of the images:
 * the entropy of each layer's couplings, over the axis that they sum to 1 over (the parents of a child, or the children
   of a parent), divided by its maximum: 1 is even couplings, 0 is a single coupling of 1;
 * dead capsules: those that compete for couplings (the parents, or the children) and never, in any image, get more than
-  `DEAD` of an even share;
+  ``DEAD`` of an even share;
 * the curves of Li et al. 2018 ("Neural Network Encapsulation"), Fig. 2: votes sorted by their cosine with the parent
   capsule, and for each cosine the share of the votes and their mean length.
 """
@@ -26,11 +26,11 @@ from ..models._inspect import evaluating
 
 __all__ = ["AgreementCurve", "LayerStats", "RoutingStats", "canonical", "coupling_entropy", "routing_stats"]
 
+#: Share of an even share that a living capsule gets at least once.
 DEAD = 0.1
-"""Share of an even share that a living capsule gets at least once."""
 
+#: Bins of the cosine from -1 to 1.
 BINS = 20
-"""Bins of the cosine from -1 to 1."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class LayerStats:
         over: the axis that the couplings sum to 1 over, ``"parents"`` or ``"children"``.
         entropy: mean normalised entropy; None if the axis has only one capsule.
         peak: mean of the largest coupling.
-        dead: number of competing capsules (``over``) that never get more than `DEAD` of an even share.
+        dead: number of competing capsules (``over``) that never get more than ``DEAD`` of an even share.
     """
 
     positions: int
@@ -78,7 +78,7 @@ class AgreementCurve:
 
 @dataclass(frozen=True)
 class RoutingStats:
-    """All statistics, over `n` images.
+    """All statistics, over ``n`` images.
 
     Attributes:
         layers: routing layers in order; empty without routing.

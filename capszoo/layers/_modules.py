@@ -38,7 +38,7 @@ def finite(**settings: float) -> None:
 
 
 def reset_start(start: Optional[Tensor], draw: Callable[[Tensor], Tensor]) -> None:
-    """Set a layer's start anew: learned values to zero, constant ones by `draw`, such as ``nn.init.normal_``."""
+    """Set a layer's start anew: learned values to zero, constant ones by ``draw``, such as ``nn.init.normal_``."""
     if isinstance(start, nn.Parameter):
         nn.init.zeros_(start)
     elif start is not None:

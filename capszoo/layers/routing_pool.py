@@ -5,7 +5,7 @@ Paper: Zhao, Huang, "Exploring Dynamic Routing As A Pooling Layer" (ICCV worksho
 =========== =========================================================================================
 symbol      here
 =========== =========================================================================================
-û_i         ``u``, a child capsule: ``e`` channels at one grid position (or its vote, in `routing_caps`)
+û_i         ``u``, a child capsule: ``e`` channels at one grid position (or its vote, in ``routing_caps``)
 û'_i, v     ``û_i / |û_i|``, ``s / |s|``: only their product is formed, from ``u`` and the lengths
 s           ``s``, the parent before its activation
 b_i, λ      ``logits`` holds λ·b_i; λ is ``lam``
@@ -22,12 +22,12 @@ transforms that are shared over positions; each class has its own couplings over
 Deviations from the paper: lengths are clamped at 1e-6 (zero capsules stay zero, gradients stay finite). Half precision
 is computed in float32, as is everything in the layers under autocast; poses are cast back, couplings stay float32. With
 ``lam=0``, where every coupling is uniform whatever the agreement, the iterations are skipped. Sharing the transforms of
-`routing_caps` over positions is our choice (the paper states only the model's size, which it matches).
+``routing_caps`` over positions is our choice (the paper states only the model's size, which it matches).
 
 Training: the gradient of a child's direction grows as 1 / |û|. One image with short capsules can dominate an update, so
 clip gradients.
 
-Speed: agreements and updates are batched matrix products over the children, whose layout changes once. `routing_caps`
+Speed: agreements and updates are batched matrix products over the children, whose layout changes once. ``routing_caps``
 forms its votes once, for their lengths alone: as ``Σ c·(W u) = W·(Σ c·u)`` and ``⟨W u, v⟩ = ⟨u, Wᵀv⟩``, each
 iteration works on the ``d``-dimensional children instead of ``n`` votes for each, with a tenth of the memory traffic.
 """

@@ -135,7 +135,7 @@ class CapsuleNet(nn.Module):
     #: Modules behind the class layer that serve any number of classes, and are identities without classes.
     readout = NO_NAMES
 
-    #: Kind of the scores if the metadata do not state it (see `capszoo.scores`).
+    #: Kind of the scores if the metadata do not state it (see ``capszoo.scores``).
     score_kind = "logits"
 
     #: True once :meth:`prune_intermediate_layers` has dropped layers of the head that a new class layer would need.

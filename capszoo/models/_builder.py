@@ -233,7 +233,7 @@ def _without_zoo_facts(
 ) -> tuple[Any, dict[str, Any], dict[str, Any] | None]:
     """A configuration and its overlay for timm, without the zoo's facts, for which timm has no field; and those facts.
 
-    A model's ``pretrained_cfg`` has them (`capszoo._pretrained.facts`), and so has the ``config.json`` that timm's
+    A model's ``pretrained_cfg`` has them (``capszoo._pretrained.facts``), and so has the ``config.json`` that timm's
     ``save_for_hf`` writes.
     """
     overlay = dict(overlay or {})
@@ -340,7 +340,7 @@ def _created(
 
 
 def _record(model: Any, args: dict[str, Any], zoo_facts: Mapping[str, Any]) -> None:
-    """Note the arguments of a model for timm's `save_for_hf`, and the facts for which it has no field.
+    """Note the arguments of a model for timm's ``save_for_hf``, and the facts for which it has no field.
 
     timm's factory records the caller's arguments alone, and before 1.0.31 none: the configuration has them, too.
     """

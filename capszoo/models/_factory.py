@@ -215,7 +215,7 @@ def describe(name: str, model: nn.Module, weights: tuple[WeightsInfo, ...] | Non
     docstring = (model_entrypoint(architecture).__doc__ or "") if known else type(model).__name__
     return ModelInfo(
         name=name,
-        description=docstring.strip().split("\n")[0],
+        description=docstring.strip().split("\n")[0].replace("``", "`"),  # text of pages and terminals
         num_params=sum(p.numel() for p in model.parameters()),
         num_classes=int(getattr(model, "num_classes", 0)),
         input_size=model_input_size(model),
@@ -226,6 +226,6 @@ def describe(name: str, model: nn.Module, weights: tuple[WeightsInfo, ...] | Non
 
 
 def _other_head(architecture: str, model: nn.Module) -> bool:
-    """Whether a `caps_head` has another routing than its default, whose paper the registry names."""
+    """Whether a ``caps_head`` has another routing than its default, whose paper the registry names."""
     routing = getattr(getattr(model, "head", None), "routing", "idpa")
     return architecture == "caps_head" and routing != "idpa"

@@ -1,11 +1,11 @@
 """Capsule heads on trunks: the networks of the SR-CapsNet paper, and any timm backbone.
 
-Paper: Hahn, Pyeon, Kim, "Self-Routing Capsule Networks" (NeurIPS 2019): `resnet20_avg`, `resnet20_conv`,
-`resnet20_dynamic`, `resnet20_em`, `resnet20_selfrouting`, the last three with ``depth=2`` as well. The trunk is the
-CIFAR ResNet-20 (16-32-64 channels, parameter-free shortcuts). The public release was read for facts.
+Paper: Hahn, Pyeon, Kim, "Self-Routing Capsule Networks" (NeurIPS 2019): ``resnet20_avg``, ``resnet20_conv``,
+``resnet20_dynamic``, ``resnet20_em``, ``resnet20_selfrouting``, the last three with ``depth=2`` as well. The trunk is
+the CIFAR ResNet-20 (16-32-64 channels, parameter-free shortcuts). The public release was read for facts.
 
-`resnet20_idpa` (our choice) is the same trunk and the same 32 primary capsules of 16 dimensions with the routing of
-Tsai et al., "Capsules with Inverted Dot-Product Attention Routing" (2020, arXiv:2002.04764). `caps_head` is any timm
+``resnet20_idpa`` (our choice) is the same trunk and the same 32 primary capsules of 16 dimensions with the routing of
+Tsai et al., "Capsules with Inverted Dot-Product Attention Routing" (2020, arXiv:2002.04764). ``caps_head`` is any timm
 backbone with any routing of :data:`capszoo.models._heads.HEADS`; :func:`attach_head` creates it in one call.
 """
 
@@ -242,7 +242,7 @@ class RoutedResNet(_HeadResNet):
         self._build(layers, routing, options)
 
 
-#: Keys of a configuration that describe the images, which a `caps_head` has from its backbone.
+#: Keys of a configuration that describe the images, which a ``caps_head`` has from its backbone.
 IMAGE_SETTINGS = ("mean", "std", "interpolation", "crop_pct", "crop_mode")
 
 

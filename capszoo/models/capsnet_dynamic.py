@@ -1,17 +1,17 @@
 """Capsule networks with dynamic routing.
 
-- `capsnet_dynamic`: Sabour, Frosst, Hinton, "Dynamic Routing Between Capsules" (2017, arXiv:1710.09829), section 4.
-- `capsnet_dynamic_cifar`, `capsnet_dynamic_resnet`: the same on CIFAR, the networks that Tsai et al., "Capsules with
-  Inverted Dot-Product Attention Routing" (2020, arXiv:2002.04764), compare with: Tables 4 and 5, and the text's ResNet
-  backbone.
-- `capsnet_dynamic_multimnist`: the dynamic-routing network of that paper's Figure 5: the layers of its Table 11, with
+- ``capsnet_dynamic``: Sabour, Frosst, Hinton, "Dynamic Routing Between Capsules" (2017, arXiv:1710.09829), section 4.
+- ``capsnet_dynamic_cifar``, ``capsnet_dynamic_resnet``: the same on CIFAR, the networks that Tsai et al., "Capsules
+  with Inverted Dot-Product Attention Routing" (2020, arXiv:2002.04764), compare with: Tables 4 and 5, and the text's
+  ResNet backbone.
+- ``capsnet_dynamic_multimnist``: the dynamic-routing network of that paper's Figure 5: the layers of its Table 11, with
   squash instead of the LayerNorms and capsule lengths instead of the linear classifier.
-- `capsnet6_dynamic`: Li et al., "Neural Network Encapsulation" (2018, arXiv:1808.03749), Table 1 (a), appendix A.i.
+- ``capsnet6_dynamic``: Li et al., "Neural Network Encapsulation" (2018, arXiv:1808.03749), Table 1 (a), appendix A.i.
 
 Scores are capsule lengths, in [0, 1].
 
 Our choices, where the papers are silent: the plain stem starts as He normal (fan in), the primary convolution normal
-with variance 1 / fan in, the convolutions of the ResNet and of `capsnet6_dynamic` as He normal (fan out); in the
+with variance 1 / fan in, the convolutions of the ResNet and of ``capsnet6_dynamic`` as He normal (fan out); in the
 latter, the capsules of the fourth layer are not squashed (the text names only conv-BN-ReLU), and the mid capsules
 form 32 types on a grid of ``mid_caps / 32`` positions. The public release computes with 512 mid capsules; the 2048 of
 the text are the default, because they give the stated size.

@@ -1,21 +1,21 @@
 """Capsule networks with EM routing.
 
-- `capsnet_em`, `capsnet_em_resnet`: Tsai et al., "Capsules with Inverted Dot-Product Attention Routing" (2020,
+- ``capsnet_em``, ``capsnet_em_resnet``: Tsai et al., "Capsules with Inverted Dot-Product Attention Routing" (2020,
   arXiv:2002.04764), Tables 6 and 7, and the text's ResNet backbone; on CIFAR-10 with
   the plain convolution, two iterations are best.
-- `capsnet_em_norb`, `capsnet_em_norb_small`: the networks of Hinton, Sabour, Frosst, "Matrix capsules with EM routing"
-  (2018), for 32x32 crops of smallNORB.
-- `capsnet6_em`: Li et al., "Neural Network Encapsulation" (2018, arXiv:1808.03749), Table 1 (b), appendix A.i.
+- ``capsnet_em_norb``, ``capsnet_em_norb_small``: the networks of Hinton, Sabour, Frosst, "Matrix capsules with EM
+  routing" (2018), for 32x32 crops of smallNORB.
+- ``capsnet6_em``: Li et al., "Neural Network Encapsulation" (2018, arXiv:1808.03749), Table 1 (b), appendix A.i.
 
 Maps of matrix capsules are ``[b, caps * (p*p + 1), h, w]``: the poses, channel = capsule * p*p + row * p + column, then
 the activations.
 
-Our choices, where the papers are silent: the floor of the variances (see `capszoo.layers.em_routing`), and how
+Our choices, where the papers are silent: the floor of the variances (see ``capszoo.layers.em_routing``), and how
 the activations are kept from saturating the sigmoid, without which no loss on them has a gradient (Li et al. state this
-too). In `capsnet6_em` that is their normalised cost, at a constant temperature, so that the sigmoid's input is in
+too). In ``capsnet6_em`` that is their normalised cost, at a constant temperature, so that the sigmoid's input is in
 [-5, 5] as in the text. In the other networks it is the inverse temperature ``lambda_t = (1 + t) / 10``, divided in each
 layer by its children per parent, with which the cost grows, and an initial ``beta_v`` near minus the log of the votes'
-deviation. Convolutions start as He normal, the transforms as identities plus noise. In `capsnet6_em` the mid capsules
+deviation. Convolutions start as He normal, the transforms as identities plus noise. In ``capsnet6_em`` the mid capsules
 form 32 types on a grid of ``mid_caps / 32`` positions; the public release of that paper computes with 512 of them, the
 2048 of the text are the default, because they give the stated size.
 
@@ -151,7 +151,7 @@ class EMCapsNet(EMNetBase):
         routing_iters: iterations, in every routing layer.
         lam_start, lam_step: inverse temperature ``lam_start + lam_step * t`` of iteration t, divided in each layer by
             its children per parent.
-        var_floor, normalize_cost: see `capszoo.layers.em_routing`.
+        var_floor, normalize_cost: see ``capszoo.layers.em_routing``.
         scores: what ``forward`` returns: ``"logits"`` of the class activations (for cross-entropy), or the
             ``"activations"`` in [0, 1] (for the spread loss). Their order is the same, except where the sigmoid
             saturates.
@@ -311,7 +311,7 @@ class SixLayerEMCapsNet(EMNetBase):
         mid_caps, mid_dim: capsules of the fifth layer, and their pose dimension. Memory grows with ``mid_caps``.
         class_dim: pose dimension of a class capsule.
         routing_iters: iterations, in both routing layers.
-        lam_start, lam_step, var_floor, normalize_cost: see `capszoo.layers.em_routing`.
+        lam_start, lam_step, var_floor, normalize_cost: see ``capszoo.layers.em_routing``.
         scores: ``"logits"`` or ``"activations"``, as in :class:`EMCapsNet`.
         decoder: build the reconstruction decoder.
         global_pool: ``"avg"``; ``""`` returns the feature map without class capsules.

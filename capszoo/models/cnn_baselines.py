@@ -1,13 +1,14 @@
 """The plain convolutional networks used as baselines in the capsule papers.
 
-- `cnn_sabour`: Sabour, Frosst, Hinton, "Dynamic Routing Between Capsules" (2017, arXiv:1710.09829), section 5.
-- `cnn_baseline`, `cnn_multimnist`, `cnn_multimnist_fc`: Tsai et al., "Capsules with Inverted Dot-Product Attention
-  Routing" (2020, arXiv:2002.04764), Tables 2, 3 and 12.
-- `cnn6`, `cnn6_wide`: Li et al., "Neural Network Encapsulation" (2018, arXiv:1808.03749), Table 1 (c, d), appendix A.i.
+- ``cnn_sabour``: Sabour, Frosst, Hinton, "Dynamic Routing Between Capsules" (2017, arXiv:1710.09829), section 5.
+- ``cnn_baseline``, ``cnn_multimnist``, ``cnn_multimnist_fc``: Tsai et al., "Capsules with Inverted Dot-Product
+  Attention Routing" (2020, arXiv:2002.04764), Tables 2, 3 and 12.
+- ``cnn6``, ``cnn6_wide``: Li et al., "Neural Network Encapsulation" (2018, arXiv:1808.03749), Table 1 (c, d), appendix
+  A.i.
 
-Our choices, where the papers are silent: padding 2 in `cnn_sabour` (only then does the network have the stated 35.4M
-parameters) and dropout 0.5; in `cnn6` no bias before a BatchNorm, stride 1 in the fifth convolution, and the grid to
-which its features are averaged: 2x2 in `cnn6`, 1x1 in `cnn6_wide`, which comes closest to the stated sizes.
+Our choices, where the papers are silent: padding 2 in ``cnn_sabour`` (only then does the network have the stated 35.4M
+parameters) and dropout 0.5; in ``cnn6`` no bias before a BatchNorm, stride 1 in the fifth convolution, and the grid to
+which its features are averaged: 2x2 in ``cnn6``, 1x1 in ``cnn6_wide``, which comes closest to the stated sizes.
 The IDPA paper's tables say "ReLU + Batch Norm", and "Batch Norm + ReLU" for another network: the order is kept.
 """
 
@@ -382,7 +383,7 @@ def cnn_multimnist(pretrained: bool = False, **kwargs: Any) -> MultiMnistCNN:
 
 @register_model
 def cnn_multimnist_fc(pretrained: bool = False, **kwargs: Any) -> MultiMnistCNN:
-    """`cnn_multimnist` with learned pooling (section 6): DiverseMultiMNIST accuracy 84.84."""
+    """``cnn_multimnist`` with learned pooling (section 6): DiverseMultiMNIST accuracy 84.84."""
     args: Dict[str, Any] = dict(width=1024, hidden=640, pool="linear")
     return build_capsule_model(MultiMnistCNN, "cnn_multimnist_fc", pretrained, defaults=args, **kwargs)
 
@@ -403,6 +404,6 @@ def cnn6(pretrained: bool = False, **kwargs: Any) -> SixLayerCNN:
 
 @register_model
 def cnn6_wide(pretrained: bool = False, **kwargs: Any) -> SixLayerCNN:
-    """`cnn6`, 2.5 times as wide (Table 1, d): error 12.09 on CIFAR-10, 0.33 on MNIST."""
+    """``cnn6``, 2.5 times as wide (Table 1, d): error 12.09 on CIFAR-10, 0.33 on MNIST."""
     args = dict(widths=(80, 160, 320, 640, 1280), pool_grid=1)
     return build_capsule_model(SixLayerCNN, "cnn6_wide", pretrained, defaults=args, **kwargs)

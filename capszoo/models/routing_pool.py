@@ -1,11 +1,12 @@
 """Networks with routing as their pooling layer, and a ResNet whose features route to class capsules.
 
 Paper: Zhao, Huang, "Exploring Dynamic Routing As A Pooling Layer" (ICCV workshop, 2019): section 4.1 and Table 1
-(`cnn_routingpool`), section 4.2 and Table 2 (`resnet*_routingpool`), section 4.3 and Table 4 (`resnet20_routingcaps`).
-The residual networks are those of He et al. 2016, section 4.2, with parameter-free shortcuts.
+(``cnn_routingpool``), section 4.2 and Table 2 (``resnet*_routingpool``), section 4.3 and Table 4
+(``resnet20_routingcaps``). The residual networks are those of He et al. 2016, section 4.2, with parameter-free
+shortcuts.
 
 Our choices, where the paper is silent: three routing iterations; stride 1 and padding 2 in the plain CNN; capsules of
-16 channels in the ResNets; in `resnet20_routingcaps` transforms shared over positions, without a bias (with them the
+16 channels in the ResNets; in ``resnet20_routingcaps`` transforms shared over positions, without a bias (with them the
 network has the size that the paper states, about 2.5M parameters with the decoder at 40x40 pixels, 2.2M at 36x36).
 """
 
@@ -406,7 +407,7 @@ def cnn_routingpool(pretrained: bool = False, **kwargs: Any) -> RoutingPoolCNN:
 
 @register_model
 def resnet_routingpool(pretrained: bool = False, **kwargs: Any) -> RoutingPoolResNet:
-    """ResNet-20 with routing pooling; the same network as `resnet20_routingpool`."""
+    """ResNet-20 with routing pooling; the same network as ``resnet20_routingpool``."""
     args = dict(depth=20, lam=5.0)
     return _create_resnet("resnet_routingpool", pretrained, defaults=args, **kwargs)
 

@@ -133,7 +133,7 @@ def to_8_bits(image: Image.Image, value_range: Any = None) -> tuple[Image.Image,
 def preprocess(
     path: str | Path, spec: dict[str, Any], max_pixels: int = MAX_PIXELS, **options: Any
 ) -> np.ndarray:
-    """An image file to the model's input ``[c, h, w]``, by the rules of preprocess.json; options as for `read`."""
+    """An image file to the model's input ``[c, h, w]``, by the rules of preprocess.json; options as for ``read``."""
     return read(path, spec, max_pixels, **options)[0]
 
 

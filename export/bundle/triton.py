@@ -28,7 +28,7 @@ def write_triton(folder: Path, name: str, report: ExportReport, classes: int, te
             (place / "1" / "README").write_text("tensorrt/build_engine.sh puts model.plan here\n")
 
 
-#: Else ONNX Runtime rounds the inputs of float32 products to 10 bits on a GPU, unlike `infer.py`.
+#: Else ONNX Runtime rounds the inputs of float32 products to 10 bits on a GPU, unlike ``infer.py``.
 _NO_TF32 = """\
 # float32 products without TF32; a Triton whose ONNX Runtime backend has no accelerator "cuda" needs this block removed
 optimization {

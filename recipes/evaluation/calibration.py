@@ -1,6 +1,6 @@
 """How well the probabilities agree with the accuracy, before and after temperature scaling.
 
-The probabilities are those of `capszoo.scores.probabilities`. Temperature scaling (Guo et al. 2017, arXiv:1706.04599)
+The probabilities are those of ``capszoo.scores.probabilities``. Temperature scaling (Guo et al. 2017, arXiv:1706.04599)
 raises them to the power of 1 / T and normalises: for logits that is the softmax of logits / T, for capsule lengths the
 lengths to this power, divided by their sum. T minimises the negative log-likelihood of the images that training held
 out. It changes no prediction.
@@ -33,11 +33,11 @@ __all__ = [
     "reliability",
 ]
 
+#: Bins of equal width for the confidence.
 BINS = 15
-"""Bins of equal width for the confidence."""
 
+#: Probabilities below it count as this one: a capsule of length 0 has no logarithm.
 SMALLEST = 1e-12
-"""Probabilities below it count as this one: a capsule of length 0 has no logarithm."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class CalibrationResult:
     """Reliability of the probabilities and of the scaled ones.
 
     Attributes:
-        kind: of the scores (`capszoo.scores.SCORE_KINDS`).
+        kind: of the scores (``capszoo.scores.SCORE_KINDS``).
         raw: of the probabilities.
         temperature, scaled, fitted_on: T, the reliability with it, the number of held-out images; None without them.
         reason: why there is no temperature.
@@ -125,7 +125,7 @@ def _scaled(logs: Tensor, temperature: float) -> Tensor:
 
 
 def check_calibration(target: EvalTarget) -> None:
-    """Raise `CapszooError` for images with several labels, or crops."""
+    """Raise ``CapszooError`` for images with several labels, or crops."""
     if target.images.spec.multi_label:
         raise CapszooError("calibration is defined here for one label an image", "leave --calibration out")
     target.require_one_view("calibration is measured")
@@ -138,7 +138,7 @@ def held_out_images(
 
     Args:
         target: the model and the images that it is measured on.
-        model, dataset, data, skip_bad: what the target was prepared from (see `target.prepare`).
+        model, dataset, data, skip_bad: what the target was prepared from (see ``target.prepare``).
     """
     if target.images.split != "test":
         return "it would be fitted on images that it is measured on"

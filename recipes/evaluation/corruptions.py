@@ -41,8 +41,8 @@ __all__ = [
     "mean_accuracy",
 ]
 
+#: Images whose random numbers are drawn together: the result does not depend on the batch size.
 BLOCK = 250
-"""Images whose random numbers are drawn together: the result does not depend on the batch size."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Corruption:
 
 @dataclass(frozen=True)
 class CorruptionResult:
-    """Accuracy in per cent (`all_right`) for each severity of one corruption, the weakest first."""
+    """Accuracy in per cent (``all_right``) for each severity of one corruption, the weakest first."""
 
     name: str
     group: str
@@ -293,7 +293,7 @@ def _translate(x: Tensor, pixels: int, generator: Generator) -> Tensor:
 
 
 def _stripe(x: Tensor, edge: int, generator: Generator) -> Tensor:
-    """Invert what lies left and right of a vertical stripe in the middle, `edge` columns each."""
+    """Invert what lies left and right of a vertical stripe in the middle, ``edge`` columns each."""
     column = torch.arange(x.shape[3])
     return torch.where((column < edge) | (column >= x.shape[3] - edge), 1 - x, x)
 
@@ -315,7 +315,7 @@ def _line(x: Tensor, start: Tensor, end: Tensor) -> Tensor:
 
 
 def _dotted_line(x: Tensor, dot: int, generator: Generator) -> Tensor:
-    """A line across the image, of which every other `dot` columns are drawn."""
+    """A line across the image, of which every other ``dot`` columns are drawn."""
     b, _, h, w = x.shape
     heights = torch.randint(0, h - 1, (2, b), generator=generator).float()
     left, right = torch.zeros(b), torch.full((b,), w - 1.0)
@@ -325,7 +325,7 @@ def _dotted_line(x: Tensor, dot: int, generator: Generator) -> Tensor:
 
 
 def _zigzag(x: Tensor, size: float, generator: Generator) -> Tensor:
-    """A zigzag across the image: its corners are `size` above and below a line, 2 x `size` apart."""
+    """A zigzag across the image: its corners are ``size`` above and below a line, 2 x ``size`` apart."""
     b, _, h, w = x.shape
     start = torch.randint(0, h - 1, (b,), generator=generator).float()
     slope = torch.randint(-5, 5, (b,), generator=generator) / (w - 5)
@@ -345,6 +345,7 @@ def _zigzag(x: Tensor, size: float, generator: Generator) -> Tensor:
     return x
 
 
+#: For colour images of 32x32: five severities each, with the parameters of CIFAR-10-C.
 CIFAR_C: dict[str, Corruption] = {
     "gaussian noise": Corruption("noise", _gaussian_noise, (0.04, 0.06, 0.08, 0.09, 0.10)),
     "shot noise": Corruption("noise", _shot_noise, (500, 250, 100, 75, 50)),
@@ -365,8 +366,8 @@ CIFAR_C: dict[str, Corruption] = {
     "pixelate": Corruption("digital", _pixelate, (0.95, 0.9, 0.85, 0.75, 0.65)),
     "jpeg": Corruption("digital", _jpeg, (80, 65, 58, 50, 40)),
 }
-"""For colour images of 32x32: five severities each, with the parameters of CIFAR-10-C."""
 
+#: For grey images of 28x28: one severity each, with the parameters of MNIST-C.
 MNIST_C: dict[str, Corruption] = {
     "shot noise": Corruption("noise", _shot_noise, (3,)),
     "impulse noise": Corruption("noise", _impulse_noise, (0.17,)),
@@ -381,14 +382,13 @@ MNIST_C: dict[str, Corruption] = {
     "dotted line": Corruption("drawn", _dotted_line, (2,)),
     "zigzag": Corruption("drawn", _zigzag, (2.0,)),
 }
-"""For grey images of 28x28: one severity each, with the parameters of MNIST-C."""
 
+#: By the images' channels, rows and columns.
 CORRUPTIONS: Mapping[tuple[int, ...], Mapping[str, Corruption]] = {(3, 32, 32): CIFAR_C, (1, 28, 28): MNIST_C}
-"""By the images' channels, rows and columns."""
 
 
 def corruption_set(target: EvalTarget) -> Mapping[str, Corruption]:
-    """The corruptions that are defined for the images; raises `CapszooError` if none are."""
+    """The corruptions that are defined for the images; raises ``CapszooError`` if none are."""
     target.require_one_view("corruptions are measured")
     size = tuple(target.images.spec.input_size)
     if size in CORRUPTIONS:
@@ -422,7 +422,7 @@ def corruptions(
     """Accuracy on every corruption and severity.
 
     Args:
-        target: the model and its images; see `corruption_set`.
+        target: the model and its images; see ``corruption_set``.
         seed: of the corruptions' random numbers.
         batch_size: images per forward pass; None: the target's.
         progress: called with the number of images after each block of them.

@@ -26,7 +26,7 @@ class Crops:
         side: rows and columns of the image from which the crops are taken.
         size: rows and columns of a crop.
         flip: also use each crop's mirror image.
-        padding: black pixels that are first added on each side, up to `side`.
+        padding: black pixels that are first added on each side, up to ``side``.
     """
 
     side: int
@@ -44,7 +44,7 @@ class Crops:
         return f"{len(self)} of {self.size[0]}x{self.size[1]} out of {out_of}: corners, middle{mirrored}"
 
     def views(self, pixels: Tensor) -> Iterator[Tensor]:
-        """``[b, c, h, w]``, with the padding of `side`, to ``len(self)`` times ``[b, c, *size]``."""
+        """``[b, c, h, w]``, with the padding of ``side``, to ``len(self)`` times ``[b, c, *size]``."""
         pixels = F.pad(pixels, (self.padding,) * 4)
         height, width = self.size
         down, across = self.side - height, self.side - width

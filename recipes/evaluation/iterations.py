@@ -34,7 +34,7 @@ class IterationAccuracy:
 
 
 def parse_iterations(text: str) -> tuple[int, ...]:
-    """Parse counts such as ``1,2,3``; raises `UsageError` for one that is not a number from 1, or is given twice."""
+    """Parse counts such as ``1,2,3``; raises ``UsageError`` for one that is not a number from 1, or is given twice."""
     words = [word.strip() for word in text.split(",")]
     counts = tuple(int(word) if word.isdecimal() else 0 for word in words)
     if min(counts) < 1 or len(set(counts)) < len(counts):
@@ -43,7 +43,7 @@ def parse_iterations(text: str) -> tuple[int, ...]:
 
 
 def check_iterations(target: EvalTarget) -> None:
-    """Raise `CapszooError` for a network that does not iterate."""
+    """Raise ``CapszooError`` for a network that does not iterate."""
     if not routing_iterations(target.net):
         raise CapszooError(f"{target.name} has no routing iterations", "leave --routing-iters out")
 

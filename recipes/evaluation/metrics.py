@@ -42,7 +42,7 @@ def answers(scores: Tensor, labels: Tensor, count: int | None = None, threshold:
 def predicted(scores: Tensor, labels: Tensor, count: int | None = None, threshold: float = 0.5) -> Tensor:
     """The answer to each image, to be compared with another model's: its class [b, 1], or the classes [b, n] as above.
 
-    Args: as for `all_right`.
+    Args: as for ``all_right``.
     """
     if labels.dim() == 1:
         return scores.argmax(1, keepdim=True)
@@ -79,10 +79,10 @@ class ClassFigures:
 
 @dataclass(frozen=True)
 class EvalResult:
-    """Results over `n` images; accuracies are in per cent.
+    """Results over ``n`` images; accuracies are in per cent.
 
     Attributes:
-        errors: number of images that are not recognised (`all_right`).
+        errors: number of images that are not recognised (``all_right``).
         top1, top5: for images with one label; top5 only for more than five classes.
         exact_set: for images with several labels: all of them predicted, and no other.
         confusion: int64 [n, n], rows are labels, columns answers; None with several labels.
@@ -106,7 +106,7 @@ class Tally:
 
     Args:
         num_classes: columns of the scores.
-        count: labels of each image; None if that varies (see `all_right`).
+        count: labels of each image; None if that varies (see ``all_right``).
         threshold: score from which a class counts as present, for several labels.
         device: of the scores.
     """
@@ -136,7 +136,7 @@ class Tally:
             self.table += torch.stack([(found * labels).sum(0), labels.sum(0), found.sum(0)]).long()
 
     def result(self, label_names: Sequence[str]) -> EvalResult:
-        """The metrics; raises `CapszooError` if there are no images, or scores that are not finite."""
+        """The metrics; raises ``CapszooError`` if there are no images, or scores that are not finite."""
         right, first_five, finite, n = self.totals.tolist()
         if not n:
             raise CapszooError("there are no images to evaluate", "give a data set that has some")
@@ -205,7 +205,7 @@ def count_correct(
         net: the network.
         batches: images, on the net's device.
         autocast: context of the forward passes.
-        threshold: for images with a varying number of labels, see `all_right`.
+        threshold: for images with a varying number of labels, see ``all_right``.
 
     Returns:
         int64 (right, all) ``[2, n]`` on the data's device, a column for each of n classes; images with several labels

@@ -1,4 +1,4 @@
-"""Plots of training: curves of a run, several runs in one picture, routing by epoch; see also `report_plots`."""
+"""Plots of training: curves of a run, several runs in one picture, routing by epoch; see also ``report_plots``."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from .report_plots import agreement_panel
 
 __all__ = ["NAMES", "draw_curves", "draw_routing_probe", "draw_runs"]
 
+#: Keys of a record, in words.
 NAMES = {
     "train_loss": "training loss",
     "val_loss": "validation loss",
@@ -22,20 +23,19 @@ NAMES = {
     "val_top1": "validation accuracy",
     "lr": "learning rate",
 }
-"""Keys of a record, in words."""
 
+#: Panels of a run's curves and the keys of a record that they show.
 CURVE_PANELS = {
     "loss": ("train_loss", "val_loss"),
     "accuracy (%)": ("train_top1", "val_top1"),
     "learning rate": ("lr",),
 }
-"""Panels of a run's curves and the keys of a record that they show."""
 
+#: Panels that several runs share, and the keys of a record of which the first that a run has is drawn.
 RUN_PANELS = {"training loss": ("train_loss",), "accuracy (%)": ("val_top1", "train_top1")}
-"""Panels that several runs share, and the keys of a record of which the first that a run has is drawn."""
 
+#: Epochs in the figure of routing, as many as in Li et al. 2018, Fig. 2.
 SHOWN = 4
-"""Epochs in the figure of routing, as many as in Li et al. 2018, Fig. 2."""
 
 
 def draw_curves(path: Path, title: str, records: Sequence[Mapping[str, Any]], **metadata: str) -> None:
@@ -45,7 +45,7 @@ def draw_curves(path: Path, title: str, records: Sequence[Mapping[str, Any]], **
         path: .png or .svg.
         title: above the curves.
         records: the epochs' records.
-        metadata: stored in the file, under the keys of its format (`Description`).
+        metadata: stored in the file, under the keys of its format (``Description``).
     """
     try:
         import matplotlib
@@ -84,7 +84,7 @@ def draw_runs(
     """Draw training loss and accuracy (on validation images, if there are any), one line per run.
 
     Args:
-        runs: name to records, see `find_runs`.
+        runs: name to records, see ``find_runs``.
         path: of the file.
         x: "epoch" or "images" (those seen in training; runs may have different numbers per epoch).
         log: draw the loss on a logarithmic axis.
@@ -118,7 +118,7 @@ def draw_runs(
 
 
 def shown_epochs(epochs: Sequence[int]) -> list[int]:
-    """At most `SHOWN` of the epochs: the first, the last, and others at equal ratios between (paper: 1 to 200)."""
+    """At most ``SHOWN`` of the epochs: the first, the last, and others at equal ratios between (paper: 1 to 200)."""
     first, last = epochs[0], epochs[-1]
     wanted = [first * (last / first) ** (k / (SHOWN - 1)) for k in range(SHOWN)]
     return sorted({min(epochs, key=lambda epoch: abs(epoch - value)) for value in wanted})
@@ -130,7 +130,7 @@ def draw_routing_probe(runs: Mapping[str, Sequence[Mapping[str, Any]]], path: st
     Votes by their cosine with the parent capsule: their share (grey) and their mean length (blue).
 
     Args:
-        runs: name to the epochs' records of `metrics.jsonl`.
+        runs: name to the epochs' records of ``metrics.jsonl``.
         path: of the file.
 
     Raises:

@@ -31,12 +31,12 @@ from .target import EvalTarget, in_float32
 
 __all__ = ["Report", "measure", "rounded"]
 
+#: Images on which each iteration of routing is measured, the first ones: each iteration takes a forward pass.
 ITERATION_IMAGES = 100
-"""Images on which each iteration of routing is measured, the first ones: each iteration takes a forward pass."""
 
 Advance = Callable[[int], None]
+#: From what is done and how many images it takes, a bar and the function that advances it.
 Progress = Callable[[str, int], AbstractContextManager[Advance]]
-"""From what is done and how many images it takes, a bar and the function that advances it."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Report:
         seed: seed of the sample drawn by a limit, of PGD's start and of the corruptions.
         limit: requested number of images, None for all.
         stated: top-1 of the weights' metadata for these images, if it states one.
-        iterations: changes per iteration of the routing layers, on the first `ITERATION_IMAGES`.
+        iterations: changes per iteration of the routing layers, on the first ``ITERATION_IMAGES``.
         by_iterations: accuracy with other numbers of routing iterations.
         corruptions: accuracy on corrupted images.
         calibration: agreement of probabilities and accuracy.
@@ -145,13 +145,13 @@ def measure(
     Args:
         target: the model and its images.
         batch_size: images per forward pass; None: the target's.
-        robustness: sweeps, affNIST's protocol and PGD at `radii` (None: `default_eps`) in `steps` steps.
+        robustness: sweeps, affNIST's protocol and PGD at ``radii`` (None: ``default_eps``) in ``steps`` steps.
         routing: routing statistics.
         counts: numbers of routing iterations, with each of which the accuracy is measured too.
         corrupted: accuracy on corrupted images.
         held_out: for calibration, the images for the temperature or why there are none; None: not measured.
         radii, steps: of PGD.
-        data: folder of MNIST, for affNIST's protocol; None uses `CAPSZOO_DATA`.
+        data: folder of MNIST, for affNIST's protocol; None uses ``CAPSZOO_DATA``.
         limit: use this many of affNIST's images (the target's images are already limited).
         seed: of PGD's start, the corruptions and that sample.
         progress: displays the progress.

@@ -60,7 +60,7 @@ class _Robustness(_Measured):
 
 
 class _Drawn(_Measured):
-    """What `draw_robustness` draws of an ``eval.json``."""
+    """What ``draw_robustness`` draws of an ``eval.json``."""
 
     dataset: str
     split: str

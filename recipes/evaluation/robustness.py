@@ -1,16 +1,16 @@
 """Accuracy on images that are rotated, sheared, scaled or shifted, and under attack; affNIST's protocol.
 
-Sweeps: every image is transformed by one amount at a time (`SWEEPS`), bilinearly about its middle, with black pixels
+Sweeps: every image is transformed by one amount at a time (``SWEEPS``), bilinearly about its middle, with black pixels
 where there is no source, and rounded to 8 bits; the neutral amount gives the clean accuracy exactly.
 
 PGD (Madry et al. 2018), in the L-infinity norm, untargeted: from a random start in the ball of radius eps about the
-image, `steps` steps of 2.5 eps / steps along the sign of the gradient of (the largest score of another class -
+image, ``steps`` steps of 2.5 eps / steps along the sign of the gradient of (the largest score of another class -
 the score of the image's class), each projected into the ball and into [0, 1]. Pixels are in [0, 1], before
 normalisation; the gradient is that of the whole model, including the routing. An image counts as recognised if the
 model is right on the image itself, on the start and after every step; an image with a wrong answer is not attacked
 further.
 
-affNIST: the regenerated test set and the expanded (shifted) one of `capszoo.data`, 40x40 pixels, one image for each
+affNIST: the regenerated test set and the expanded (shifted) one of ``capszoo.data``, 40x40 pixels, one image for each
 digit of MNIST's test set. The protocol trains on MNIST at random places on 40x40; other training is marked in results.
 """
 
@@ -45,6 +45,7 @@ __all__ = [
     "sweeps",
 ]
 
+#: Unit and amounts of each sweep. Rotation is counter-clockwise; translations are rounded to whole pixels.
 SWEEPS: dict[str, tuple[str, tuple[float, ...]]] = {
     "rotation": ("degrees", (-90, -60, -45, -30, -20, -10, 0, 10, 20, 30, 45, 60, 90)),
     "translation x": ("share of the width", (-0.3, -0.2, -0.1, -0.05, 0, 0.05, 0.1, 0.2, 0.3)),
@@ -52,18 +53,17 @@ SWEEPS: dict[str, tuple[str, tuple[float, ...]]] = {
     "scale": ("factor", (0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.4, 1.6)),
     "shear": ("pixels per row", (-0.6, -0.4, -0.2, -0.1, 0, 0.1, 0.2, 0.4, 0.6)),
 }
-"""Unit and amounts of each sweep. Rotation is counter-clockwise; translations are rounded to whole pixels."""
 
+#: Steps of PGD.
 STEPS = 20
-"""Steps of PGD."""
 
+#: All steps together, in radii of the ball.
 STEP_SHARE = 2.5
-"""All steps together, in radii of the ball."""
 
 
 @dataclass(frozen=True)
 class SweepResult:
-    """Accuracy in per cent (`all_right`) for each amount."""
+    """Accuracy in per cent (``all_right``) for each amount."""
 
     name: str
     unit: str
@@ -73,7 +73,7 @@ class SweepResult:
 
 @dataclass(frozen=True)
 class AttackResult:
-    """Accuracy in per cent under PGD of radius `eps` on pixels in [0, 1]."""
+    """Accuracy in per cent under PGD of radius ``eps`` on pixels in [0, 1]."""
 
     eps: float
     steps: int
@@ -86,7 +86,7 @@ def move(pixels: Tensor, name: str, amount: float) -> Tensor:
 
     Args:
         pixels: the images.
-        name: a key of `SWEEPS`.
+        name: a key of ``SWEEPS``.
         amount: in the sweep's unit.
     """
     b, _, h, w = pixels.shape
@@ -266,7 +266,7 @@ def affnist(
 
     Args:
         target: the model.
-        data: folder of MNIST; None uses `CAPSZOO_DATA`.
+        data: folder of MNIST; None uses ``CAPSZOO_DATA``.
         limit, seed: number of images of each set, and seed of the sample.
         batch_size: images per forward pass; None: the target's.
     """
@@ -294,7 +294,7 @@ def affnist(
 
 
 def parse_radii(text: str) -> tuple[float, ...]:
-    """Parse radii such as ``0.1,8/255``; raises `UsageError` for one that is not a number from 0 to 1."""
+    """Parse radii such as ``0.1,8/255``; raises ``UsageError`` for one that is not a number from 0 to 1."""
     radii = []
     for word in text.split(","):
         top, _, bottom = word.partition("/")

@@ -69,8 +69,8 @@ def evaluation_batch(size: Sequence[int], device: torch.device, trained: int | N
     """Images per forward pass of an evaluation, unless a user states a number, and as far as they fit the memory.
 
     It is 500, and less for images above 80x80, but twice the batch of training, which keeps the layers' outputs. A GPU
-    takes no more than that: the largest layer of `capsnet_em` takes 30 GB for 500 images. `fitting_images` bounds the
-    number, because the memory of many networks grows with the number of classes.
+    takes no more than that: the largest layer of ``capsnet_em`` takes 30 GB for 500 images. ``fitting_images`` bounds
+    the number, because the memory of many networks grows with the number of classes.
 
     Args:
         size: height and width of the images.
@@ -110,9 +110,9 @@ def create_for(
     model_args: Mapping[str, Any],
     create: Callable[..., nn.Module] | None = None,
 ) -> nn.Module:
-    """Create a net for a data set; also works for timm's architectures (without `img_size` where it is not accepted).
+    """Create a net for a data set; also works for timm's architectures (without ``img_size`` where it is not accepted).
 
-    `create` is called with only the arguments; None creates the architecture with random weights.
+    ``create`` is called with only the arguments; None creates the architecture with random weights.
     """
     args: dict[str, Any] = {"num_classes": num_classes, "in_chans": input_size[0]}
     if architecture in list_models():
@@ -125,7 +125,7 @@ def find_model(model: nn.Module | str | Path) -> tuple[nn.Module, WeightsInfo | 
     """A model on the CPU and its metadata, if it has any.
 
     Args:
-        model: a module, or a MODEL argument of `capszoo.checkpoint.resolve`.
+        model: a module, or a MODEL argument of ``capszoo.checkpoint.resolve``.
     """
     if isinstance(model, nn.Module):
         return model, None
@@ -139,10 +139,10 @@ class EvalTarget:
 
     Attributes:
         name: of the model.
-        images: the evaluated images; larger than the model's input if `crops` are taken from them.
-        whole: number of images in the split, of which `images` may be a sample.
+        images: the evaluated images; larger than the model's input if ``crops`` are taken from them.
+        whole: number of images in the split, of which ``images`` may be a sample.
         mean, std: normalisation.
-        threshold: score from which a class counts as present (`score_threshold`).
+        threshold: score from which a class counts as present (``score_threshold``).
         info: the weights' metadata, if known.
         crops: None for one view of each image.
         skipped: a line about each image that was skipped because it cannot be read.
@@ -188,9 +188,9 @@ class EvalTarget:
     def batches(
         self, batch_size: int | None, progress: Callable[[int], None] | None = None
     ) -> Iterator[Batch]:
-        """Every image once, in order; `progress` is called with the number of images after each batch.
+        """Every image once, in order; ``progress`` is called with the number of images after each batch.
 
-        Without a `batch_size` it is the property of that name.
+        Without a ``batch_size`` it is the property of that name.
         """
         for batch in Batches(
             self.images, batch_size or self.batch_size, mean=self.mean, std=self.std
@@ -204,7 +204,7 @@ class EvalTarget:
         return normalize(pixels, self.mean, self.std).contiguous(memory_format=torch.channels_last)
 
     def require_one_view(self, measured: str) -> None:
-        """Raise `UsageError` if several crops are evaluated.
+        """Raise ``UsageError`` if several crops are evaluated.
 
         Args:
             measured: the message's first words, such as "calibration is measured".
@@ -233,15 +233,15 @@ def prepare(
     """Resolve a model and its images.
 
     Args:
-        model: as for `find_model`.
+        model: as for ``find_model``.
         dataset: a name, or images; None uses the data set that the weights were trained on.
         split: "test", "train" or another of the data set's; "val" is the part that the recipe held out of "train".
-        data: folder of the data set (None uses `CAPSZOO_DATA`), or a data set such as `imagefolder:PATH`.
-        limit: number of images to evaluate, sampled with `seed`.
+        data: folder of the data set (None uses ``CAPSZOO_DATA``), or a data set such as ``imagefolder:PATH``.
+        limit: number of images to evaluate, sampled with ``seed``.
         seed: of the sample.
-        crops: "single", or "multi" (see `evaluation.crops`).
+        crops: "single", or "multi" (see ``evaluation.crops``).
         device: None selects CUDA if available.
-        skip_bad: skip images that cannot be read, as training with `data.skip_bad` does; the target lists them.
+        skip_bad: skip images that cannot be read, as training with ``data.skip_bad`` does; the target lists them.
         skip_unknown: leave out images of classes that the model lacks; the target counts them.
 
     Raises:
@@ -318,7 +318,7 @@ def _normalisation(
 def _named_by(
     data: str | Path | None, dataset: str | ImageSet | StreamedSet | None
 ) -> tuple[str | ImageSet | StreamedSet | None, str | Path | None]:
-    """The data set and its folder, where ``data`` of `prepare` may be a data set itself."""
+    """The data set and its folder, where ``data`` of ``prepare`` may be a data set itself."""
     named = data_set_of(data)
     if named is not None and dataset is None:
         return named, None
@@ -328,7 +328,7 @@ def _named_by(
 
 
 def data_set_of(data: str | Path | None) -> str | None:
-    """The data set that ``data`` of `prepare` is itself (`parquet:PATH`, image folders); None if it holds data sets."""
+    """The data set that ``data`` of ``prepare`` is itself (``parquet:PATH``, image folders), or None."""
     if data is None:
         return None
     if str(data).startswith(tuple(PREFIXES)):
@@ -337,7 +337,7 @@ def data_set_of(data: str | Path | None) -> str | None:
 
 
 def drawn(images: ImageSet | StreamedSet, limit: int | None, seed: int) -> ImageSet | StreamedSet:
-    """A random sample of `limit` images, drawn with a seed; all of them if there are no more, or no limit."""
+    """A random sample of ``limit`` images, drawn with a seed; all of them if there are no more, or no limit."""
     if limit is None or limit >= len(images):
         return images
     order = torch.randperm(len(images), generator=keyed_generator(seed))
@@ -345,7 +345,7 @@ def drawn(images: ImageSet | StreamedSet, limit: int | None, seed: int) -> Image
 
 
 def _check_root(dataset: str, data: str | Path | None) -> None:
-    """Refuse a `--data` that holds neither images by class nor the folder that the model was trained on.
+    """Refuse a ``--data`` that holds neither images by class nor the folder that the model was trained on.
 
     Otherwise the accuracy would be that of the recorded folder.
     """
@@ -446,10 +446,10 @@ def _read_split(
 ) -> ImageSet | StreamedSet:
     """The images of a split; for "val" exactly those that training held out, or the data set's validation split.
 
-    If a folder has no test split, "test" means its validation split, and the `split` of the result states that.
+    If a folder has no test split, "test" means its validation split, and the ``split`` of the result states that.
 
     Args:
-        trained: `data` of the recipe that the model was trained with, if it was trained on this data set.
+        trained: ``data`` of the recipe that the model was trained with, if it was trained on this data set.
         load: reads a split by its name.
         drawn_from: sha256 of the images that training held some out of; None if it is not known at this size.
     """
@@ -488,8 +488,8 @@ def _in_classes_of(
     """Images with the labels of the model's classes of the same names.
 
     Returns:
-        The images; a note about each thing in which the classes differ; with `skip_unknown`, the number of images that
-        were left out of each class that the model lacks.
+        The images; a note about each thing in which the classes differ; with ``skip_unknown``, the number of images
+        that were left out of each class that the model lacks.
 
     Raises:
         CapszooError: the model lacks classes, or one side has no names and the numbers of classes differ.
@@ -559,7 +559,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _in_channels_of(net: nn.Module, images: ImageSet | StreamedSet) -> ImageSet | StreamedSet:
-    """A user's images in the model's channels, as `capszoo predict` reads them: grey from colour, or the reverse."""
+    """A user's images in the model's channels, as ``capszoo predict`` reads them: grey from colour, or the reverse."""
     spec = images.spec
     wanted, channels = getattr(net, "in_chans", spec.input_size[0]), spec.input_size[0]
     if not isinstance(images, ImageSet) or not spec.name.startswith(tuple(PREFIXES)):
@@ -589,7 +589,7 @@ def _object_size(net: nn.Module) -> int | None:
 
 
 def _on_canvas(images: ImageSet | StreamedSet, size: Sequence[int]) -> ImageSet:
-    """Images in the middle of a black canvas of ``size`` (height, width), padded like in `ImageTransform`."""
+    """Images in the middle of a black canvas of ``size`` (height, width), padded like in ``ImageTransform``."""
     if not isinstance(images, ImageSet):
         raise DataError(f"{images.spec.name} is too large to be padded in memory: evaluate a smaller set")
     rows, cols = images.spec.input_size[1:]
@@ -602,7 +602,7 @@ def _on_canvas(images: ImageSet | StreamedSet, size: Sequence[int]) -> ImageSet:
 
 
 def _check_fit(net: nn.Module, images: ImageSet | StreamedSet, crops: Crops | None) -> None:
-    """Raise `CapszooError` if the images do not fit the model."""
+    """Raise ``CapszooError`` if the images do not fit the model."""
     spec = images.spec
     channels = getattr(net, "in_chans", spec.input_size[0])
     if channels != spec.input_size[0]:

@@ -42,7 +42,7 @@ __all__ = [
     "paper_link",
 ]
 
-#: Names of further files of a repository, besides the weights, `config.json` and `README.md`.
+#: Names of further files of a repository, besides the weights, ``config.json`` and ``README.md``.
 GOLDEN, LABELS = "golden.safetensors", "labels.txt"
 CURVES, CONFUSION = "curves.png", "confusion.png"
 
@@ -61,7 +61,7 @@ PICTURES = {CURVES: "Training curves", CONFUSION: "Confusion matrix"}
 
 
 def paper_link(paper_id: str) -> str:
-    """`"arXiv:1710.09829"` as a markdown link."""
+    """``"arXiv:1710.09829"`` as a markdown link."""
     return f"[{paper_label(paper_id)}]({paper_address(paper_id)})"
 
 
@@ -105,7 +105,7 @@ def _results(info: WeightsInfo) -> list[EvalResult]:
 
 
 def _hub_dataset(name: str) -> str | None:
-    """A data set's repository on the Hub: of a named set, or of `hf:OWNER/NAME`, which may also be a folder."""
+    """A data set's repository on the Hub: of a named set, or of ``hf:OWNER/NAME``, which may also be a folder."""
     repository = name.removeprefix("hf:")
     if repository != name and re.fullmatch(r"[\w.-]+/[\w.-]+", repository) and not Path(repository).is_dir():
         return repository
@@ -151,13 +151,13 @@ def model_card(
     pictures: Sequence[str] = (),
     local: bool = False,
 ) -> ModelCard:
-    """The card of a checkpoint under the name `repo_id`.
+    """The card of a checkpoint under the name ``repo_id``.
 
     Args:
         info: metadata of the checkpoint.
-        repo_id: `user/repository`, or with `local` the name of the run's folder.
+        repo_id: ``user/repository``, or with ``local`` the name of the run's folder.
         private: whether other users need a token to read it.
-        pictures: which of `CURVES` and `CONFUSION` exist beside the card.
+        pictures: which of ``CURVES`` and ``CONFUSION`` exist beside the card.
         local: for the folder of a run, which is not on the Hub.
     """
     stated = info.metadata
@@ -231,7 +231,7 @@ def _other_names(info: WeightsInfo) -> str:
 
 
 def _classes(info: WeightsInfo) -> str:
-    """Table of the accuracy of each class, if the metadata have it (`finetune` writes it)."""
+    """Table of the accuracy of each class, if the metadata have it (``finetune`` writes it)."""
     found = info.metadata.per_class
     if not found:
         return ""

@@ -42,7 +42,7 @@ NO_SETTINGS = {"arch", "tag", "profile", "seed"} | NEUTRAL_KEYS | (MACHINE_KEYS 
 
 
 def header_line(recipe: str, key: str) -> str:
-    """The text after `# <key>:` in the header of a recipe file, with its continuation lines (`#   …`); or ""."""
+    """The text after ``# <key>:`` in the header of a recipe file, with its continuation lines (``#   …``); or ""."""
     path = CONFIGS / f"{recipe}.yaml"
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
     header = list(itertools.takewhile(lambda line: line.startswith("#"), lines))
@@ -248,9 +248,9 @@ def protocol_lines(info: WeightsInfo) -> list[str]:  # noqa: C901, PLR0912 - a l
 
 
 def twin_groups(names: list[str] | None = None) -> list[list[str]]:
-    """Recipes that differ in one setting and should be compared: `…cifar10`, `…cifar10_avg`, `…cifar10_max`.
+    """Recipes that differ in one setting and should be compared: ``…cifar10``, ``…cifar10_avg``, ``…cifar10_max``.
 
-    A recipe with `# Twin: none` in its header has no twin, because it has other settings.
+    A recipe with ``# Twin: none`` in its header has no twin, because it has other settings.
 
     Args:
         names: candidate recipes; None uses all of the package.

@@ -27,7 +27,7 @@ _PATH = re.compile(r"/.*|~.*|\.\.?[/\\].*|[A-Za-z]:[\\/].*|\\.*", re.DOTALL)
 
 
 def default_tag(name: str) -> str:
-    """`imagefolder:/home/me/My Pets` → `my_pets`; at most 100 characters, as many as a tag may have."""
+    """``imagefolder:/home/me/My Pets`` → ``my_pets``; at most 100 characters, as many as a tag may have."""
     separators, end = (r"[:/\\]", "/\\") if os.name == "nt" else ("[:/]", "/")
     last = re.split(separators, name.rstrip(end))[-1]
     return re.sub(r"[^a-z0-9]+", "_", last.lower()).strip("_")[:100].rstrip("_") or "own"
@@ -42,7 +42,7 @@ def is_private_set(name: str) -> bool:
 
 
 def public_start(weights: str) -> str:
-    """The weights that a run began with: a name of the zoo, of timm or of the Hub, else `PRIVATE`."""
+    """The weights that a run began with: a name of the zoo, of timm or of the Hub, else ``PRIVATE``."""
     if weights.startswith(BACKBONE):
         return BACKBONE + public_start(weights.removeprefix(BACKBONE))
     folder, _, last = weights.rpartition("/")

@@ -26,10 +26,10 @@ class NonFiniteDetector:
     """Check every output (and gradient) of a module until one is not finite; slow, so for a few updates only.
 
     Args:
-        module: the trained module: a net under the name `net`, and its loss.
+        module: the trained module: a net under the name ``net``, and its loss.
         gradients: check gradients too.
 
-    `found` describes the result in words; it stays empty if all values are finite.
+    ``found`` describes the result in words; it stays empty if all values are finite.
     """
 
     def __init__(self, module: nn.Module, gradients: bool = True) -> None:

@@ -1,9 +1,9 @@
 """Checkpoints of a run: one folder each, written under a temporary name and renamed, verified when read.
 
-`checkpoints/step-00000429/` contains `model.safetensors` (and `ema`, `feedback` and `best`, where the run has them),
-`optimizer.pt` (the optimiser's state and, in fp16, the loss scaler's, read with `weights_only=True`) and, written
-last, `state.json` with the position of the run and every file's sha256. If a folder fails verification, the previous
-one is used.
+``checkpoints/step-00000429/`` contains ``model.safetensors`` (and ``ema``, ``feedback`` and ``best``, where the run has
+them), ``optimizer.pt`` (the optimiser's state and, in fp16, the loss scaler's, read with ``weights_only=True``) and,
+written last, ``state.json`` with the position of the run and every file's sha256. If a folder fails verification, the
+previous one is used.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def save_checkpoint(
     optimizer: Mapping[str, Any],
     state: Mapping[str, Any],
 ) -> Path:
-    """Write the checkpoint of `step`, delete all but the newest ones, and return its folder."""
+    """Write the checkpoint of ``step``, delete all but the newest ones, and return its folder."""
     target = run / "checkpoints" / f"step-{step:08d}"
     with replacing(
         target, folder=True
@@ -109,7 +109,7 @@ def step_of(folder: Path) -> int:
 
 
 def check_position(state: Any) -> None:
-    """Raise `ValueError` if the position in a run lacks a value to resume from, or has one of another type."""
+    """Raise ``ValueError`` if the position in a run lacks a value to resume from, or has one of another type."""
     if not isinstance(state, dict):
         raise ValueError("the position of the run is no object")
     step: Any = state.get("step")
@@ -168,7 +168,7 @@ def threads_of_run(run: Path) -> int | None:
 
 
 def room_missing(run: Path, checkpoint_bytes: int) -> int:
-    """Bytes missing on the disk for a run whose checkpoints take `checkpoint_bytes` each; 0 if there is room.
+    """Bytes missing on the disk for a run whose checkpoints take ``checkpoint_bytes`` each; 0 if there is room.
 
     There must be room for one more than are kept, because the oldest is deleted after the newest is written.
     """

@@ -165,8 +165,8 @@ def _leave_terminal() -> None:
 
 
 class StopRequest:
-    """Record Ctrl-C (SIGINT), SIGTERM and SIGHUP (a closed terminal) within the `with` block, so that the loop can stop
-    between two updates. A SIGHUP that is ignored, as under nohup, stays ignored.
+    """Record Ctrl-C (SIGINT), SIGTERM and SIGHUP (a closed terminal) within the ``with`` block, so that the loop can
+    stop between two updates. A SIGHUP that is ignored, as under nohup, stays ignored.
 
     A second Ctrl-C some seconds later stops at once, without saving. The delay is needed because launchers forward a
     signal that has already reached every process.

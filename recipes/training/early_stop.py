@@ -25,13 +25,13 @@ class BestEpoch:
     def __init__(self, patience: int, measure: str = "val_top1") -> None:
         self.patience = patience
         self.measure = measure
+        #: The measure of the epoch that is kept, in per cent.
         self.score = float("-inf")
-        """The measure of the epoch that is kept, in per cent."""
         self.top1 = float("-inf")
+        #: The epoch that is kept, counted from 1.
         self.epoch = 0
-        """The epoch that is kept, counted from 1."""
+        #: The last epoch that was better than all before.
         self.risen = 0
-        """The last epoch that was better than all before."""
         self.weights: dict[str, Tensor] = {}
 
     def see(self, epoch: int, record: Mapping[str, Any], net: nn.Module) -> None:

@@ -162,7 +162,7 @@ def _gradients(recipe: Recipe, step: TrainStep, spec: DatasetSpec, count: int, d
 
 
 def _random_batch(spec: DatasetSpec, count: int, device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Inputs of `TrainStep`: images, labels, pixels; for images with several labels also images of each object."""
+    """Inputs of ``TrainStep``: images, labels, pixels; for images with several labels also images of each object."""
     images = torch.randn(count, *spec.input_size, device=device)
     pixels = torch.randint(0, 256, images.shape, device=device, dtype=torch.uint8)
     classes = torch.arange(count, device=device) % spec.num_classes

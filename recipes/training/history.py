@@ -27,7 +27,7 @@ KEPT = ("epoch", "lr", "train_loss", "train_top1", "val_loss", "val_top1", "val_
 
 
 class _Votes(BaseModel):
-    """Votes by their agreement, see `capszoo.explain.routing_stats.AgreementCurve`."""
+    """Votes by their agreement, see ``capszoo.explain.routing_stats.AgreementCurve``."""
 
     model_config = ConfigDict(strict=True)
 
@@ -42,7 +42,7 @@ class _Votes(BaseModel):
 
 
 class _Epoch(BaseModel):
-    """What `capszoo curves` draws of an epoch's record."""
+    """What ``capszoo curves`` draws of an epoch's record."""
 
     model_config = ConfigDict(strict=True)
 
@@ -57,7 +57,7 @@ class _Epoch(BaseModel):
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """The epochs' records of a `metrics.jsonl`; empty if there is no file.
+    """The epochs' records of a ``metrics.jsonl``; empty if there is no file.
 
     A damaged line, without the numbers of its epoch and update, is left out with a warning; the last one, which a kill
     may have truncated, silently.
@@ -76,7 +76,7 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
 
 def _placed(record: Mapping[str, Any]) -> bool:
-    """Whether a record states its epoch and its update; by type, as `true` is an int."""
+    """Whether a record states its epoch and its update; by type, as ``true`` is an int."""
     return all(
         type(record.get(key)) is int and record[key] >= least for key, least in (("epoch", 1), ("step", 0))
     )
@@ -89,14 +89,14 @@ def history_of(records: Sequence[Mapping[str, Any]]) -> dict[str, list[float | N
 
 
 def records_of(history: Mapping[str, Sequence[float | None]]) -> list[dict[str, Any]]:
-    """Inverse of `history_of`."""
+    """Inverse of ``history_of``."""
     return [dict(zip(history, row, strict=True)) for row in zip(*history.values(), strict=True)]
 
 
 def find_runs(names: Sequence[str | Path]) -> dict[str, list[dict[str, Any]]]:
     """The epochs' records of runs: folders (also unfinished ones), or checkpoints of the zoo with a history.
 
-    Records of a folder get `images`, the number of training images processed so far.
+    Records of a folder get ``images``, the number of training images processed so far.
 
     Returns:
         Records by the folder's last name, or by the whole path if two names are equal.

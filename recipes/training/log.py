@@ -49,7 +49,7 @@ def epoch_line(record: Mapping[str, Any], epochs: int) -> str:
     """Summarise an epoch in one line.
 
     Args:
-        record: record of the epoch, from `metrics.jsonl`.
+        record: record of the epoch, from ``metrics.jsonl``.
         epochs: of the whole run.
     """
     parts = [f"epoch {record['epoch']}/{epochs}"]
@@ -68,7 +68,7 @@ def setback_line(record: Mapping[str, Any], before: Mapping[str, Any] | None) ->
     """Say that training lost what it had learned in an epoch, as after one very large gradient; None if it did not.
 
     Args:
-        record: record of the epoch, from `metrics.jsonl`.
+        record: record of the epoch, from ``metrics.jsonl``.
         before: that of the epoch before it, if there is one.
     """
     if before is None or record.get("size") != before.get("size"):
@@ -94,7 +94,7 @@ def accuracy_line(split: str, accuracy: str, figures: Mapping[str, Any]) -> str:
 
     Args:
         split: "validation" or "test".
-        accuracy: kind of the accuracy, `DatasetSpec.accuracy`.
+        accuracy: kind of the accuracy, ``DatasetSpec.accuracy``.
         figures: metrics with ``top1`` (per cent) and ``n``.
     """
     return f"{split}: {accuracy} {figures['top1']:.2f}% of {figures['n']:,} images"
@@ -156,7 +156,7 @@ class RunLog:
         return [r for r in read_records(self.metrics) if up_to is None or r["step"] <= up_to]
 
     def before(self, record: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Record of the epoch before the one of `record`; None for the first, and on processes that do not log."""
+        """Record of the epoch before the one of ``record``; None for the first, and on processes that do not log."""
         found = self.records(record["step"] - 1) if self.active else []
         return found[-1] if found else None
 
@@ -195,7 +195,7 @@ class RunLog:
         self.progress.console.print(line, soft_wrap=True, markup=False)
 
     def result(self, line: str) -> None:
-        """Print a line, also with `--quiet`."""
+        """Print a line, also with ``--quiet``."""
         if self.active and is_quiet():
             print(line)
         else:

@@ -1,6 +1,6 @@
 """Several runs on one machine, each in a separate process: recipes side by side, or one recipe's seeds.
 
-Each run writes to its folder as in a single run, and its output to `<folder>.log` beside it. A failed run
+Each run writes to its folder as in a single run, and its output to ``<folder>.log`` beside it. A failed run
 does not affect the others. Ctrl-C and SIGTERM stop all of them, each with a checkpoint; the same command resumes them.
 """
 
@@ -42,7 +42,7 @@ STOP_SECONDS = 180.0
 
 @dataclass(frozen=True)
 class Job:
-    """A run to execute: a recipe, its folder, and further arguments of `capszoo train`."""
+    """A run to execute: a recipe, its folder, and further arguments of ``capszoo train``."""
 
     recipe: str
     out: Path
@@ -212,7 +212,7 @@ def _tell_rate(console: Any, images: int, seconds: float) -> None:
 def train_arguments(
     overrides: Sequence[str] | None, data: str | Path | None, cpu: bool, profile: str | None
 ) -> tuple[str, ...]:
-    """Arguments of `capszoo train` after the recipe and its folder."""
+    """Arguments of ``capszoo train`` after the recipe and its folder."""
     options = [part for override in overrides or () for part in ("--set", override)]
     options += ["--data", str(data)] if data else []
     options += ["--profile", profile] if profile else []
@@ -231,8 +231,8 @@ def train_together(
 
     Args:
         recipes: paths of YAML files, or names of recipes in the package.
-        overrides, data, cpu, profile: as for `train`, for all of them.
-        out: folder with a sub-folder for each run; None: `runs`.
+        overrides, data, cpu, profile: as for ``train``, for all of them.
+        out: folder with a sub-folder for each run; None: ``runs``.
 
     Raises:
         RecipeError: before anything starts. Stopped: after a signal. TrainingError: at the end, if a run failed.
@@ -258,22 +258,22 @@ def train_seeds(
 ) -> dict[str, Any]:
     """Train a recipe with several seeds, and summarise the runs.
 
-    The runs are in `<out>/<recipe>.seed<N>`. The summary, which includes finished runs of other seeds there, is written
-    to `<out>/<recipe>.seeds.json` and into the metadata of every run, so that a bundled checkpoint states the mean
-    besides its accuracy. The same command resumes stopped runs, and does not change finished ones.
+    The runs are in ``<out>/<recipe>.seed<N>``. The summary, which includes finished runs of other seeds there, is
+    written to ``<out>/<recipe>.seeds.json`` and into the metadata of every run, so that a bundled checkpoint states the
+    mean besides its accuracy. The same command resumes stopped runs, and does not change finished ones.
 
     Args:
         seeds: at least one, all different.
-        out: folder of all runs; None: `runs`.
+        out: folder of all runs; None: ``runs``.
         parallel: number of simultaneous runs.
-        recipe, overrides, data, cpu, profile: as for `train`.
+        recipe, overrides, data, cpu, profile: as for ``train``.
 
     Returns:
-        The summary (see `seeds_summary`).
+        The summary (see ``seeds_summary``).
 
     Raises:
-        RecipeError: a seed is given twice, or `overrides` set it too.
-        TrainingError: a folder holds a run with other settings. Also the errors of `run_jobs`.
+        RecipeError: a seed is given twice, or ``overrides`` set it too.
+        TrainingError: a folder holds a run with other settings. Also the errors of ``run_jobs``.
     """
     if len(set(seeds)) != len(seeds) or not seeds:
         raise RecipeError(f"--seeds takes different numbers, e.g. 0,1,2; got {','.join(map(str, seeds))}")

@@ -1,7 +1,7 @@
 """Record how routing changes in training: statistics of the same few images after each epoch.
 
 The statistics are those in Fig. 2 of Li et al. 2018 ("Neural Network Encapsulation"): votes by their cosine with the
-parent capsule, their share and their mean length; `evaluation.plots.draw_routing_probe` draws them.
+parent capsule, their share and their mean length; ``evaluation.plots.draw_routing_probe`` draws them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["RoutingProbe"]
 
 
 class RoutingProbe:
-    """Measure a net's routing on the first `recipe.routing_images` validation images.
+    """Measure a net's routing on the first ``recipe.routing_images`` validation images.
 
     Args:
         recipe: determines the number of images.

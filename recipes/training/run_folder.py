@@ -192,7 +192,7 @@ class RunLock:
     Args:
         out: the folder.
 
-    `acquired` is True after the first `acquire`, also on a file system without locks.
+    ``acquired`` is True after the first ``acquire``, also on a file system without locks.
     """
 
     def __init__(self, out: Path) -> None:
@@ -251,7 +251,7 @@ def check_data(out: Path, fingerprints: Mapping[str, str], accept: bool = False)
     """Refuse to continue with other images than those of the run so far.
 
     Args:
-        out: the run's folder; its `sessions.json` states the images of each session.
+        out: the run's folder; its ``sessions.json`` states the images of each session.
         fingerprints: sha256 of each split.
         accept: continue anyway.
 
@@ -313,7 +313,7 @@ def _differences(old: Any, new: Any, prefix: str) -> list[tuple[str, Any, Any]]:
 
 
 def read_sessions(out: Path) -> list[dict[str, Any]]:
-    """The sessions that a run's `sessions.json` states, oldest first; none if it cannot be read."""
+    """The sessions that a run's ``sessions.json`` states, oldest first; none if it cannot be read."""
     stated: Any = []
     with suppress(OSError, ValueError, RecursionError):
         stated = json.loads((out / "sessions.json").read_text(encoding="utf-8"))
@@ -321,12 +321,12 @@ def read_sessions(out: Path) -> list[dict[str, Any]]:
 
 
 def note_session(out: Path, session: dict[str, Any]) -> None:
-    """Append the settings of this session to the run's `sessions.json`."""
+    """Append the settings of this session to the run's ``sessions.json``."""
     write_atomically(out / "sessions.json", json.dumps([*read_sessions(out), session], indent=1) + "\n")
 
 
 def check_room(out: Path, recipe: Recipe, net: nn.Module) -> None:
-    """Raise `TrainingError` if the disk has no room for the run's checkpoints."""
+    """Raise ``TrainingError`` if the disk has no room for the run's checkpoints."""
     weights = sum(t.numel() * t.element_size() for t in net.state_dict().values())
     moments = 2 * sum(p.numel() * p.element_size() for p in net.parameters())  # the most that optimisers keep
     # the moving average, the best epoch's weights

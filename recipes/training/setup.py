@@ -58,7 +58,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RunData:
-    """The images of a run; `validation` may be empty, `test` None.
+    """The images of a run; ``validation`` may be empty, ``test`` None.
 
     Attributes:
         fingerprints: sha256 of each split as read.
@@ -97,7 +97,7 @@ def read_split(
     framing: Framing | None = None,
     channels: int | None = None,
 ) -> tuple[ImageSet | StreamedSet, tuple[str, ...]]:
-    """A split of a data set, read by `load_dataset`, and a line about each skipped image."""
+    """A split of a data set, read by ``load_dataset``, and a line about each skipped image."""
     skipped: list[str] | None = [] if skip_bad else None
     options: dict[str, Any] = {"skipped": skipped, "framing": framing, "channels": channels}
     found = load_dataset(name, split, root, size=size, resize=resize, **options)
@@ -109,12 +109,12 @@ def load_data(
     data: str | Path | None,
     read: Callable[..., tuple[ImageSet | StreamedSet, tuple[str, ...]]] = read_split,
 ) -> RunData:
-    """Read the splits that a recipe uses; raises `DataError` if they do not match.
+    """Read the splits that a recipe uses; raises ``DataError`` if they do not match.
 
     Args:
         recipe: the recipe.
-        data: folder of the data set; None uses `CAPSZOO_DATA`.
-        read: how to read a split; pass a cached `read_split` to avoid reading twice.
+        data: folder of the data set; None uses ``CAPSZOO_DATA``.
+        read: how to read a split; pass a cached ``read_split`` to avoid reading twice.
     """
     settings = recipe.data
     skipped: list[str] = []
@@ -185,9 +185,10 @@ def framing_of(
 
 
 def _limited(count: int, settings: DataConfig) -> torch.Tensor:
-    """Indices of the images that `data.limit` keeps: the first ones of a named data set in files, whose order is mixed.
+    """Indices of the images that ``data.limit`` keeps: the first ones of a named data set in files, whose order is
+    mixed.
 
-    Folders are in the order of their classes, also h-ImageNet's: a random choice, which depends on `val_seed` alone.
+    Folders are in the order of their classes, also h-ImageNet's: a random choice, which depends on ``val_seed`` alone.
     """
     limit = min(settings.limit or count, count)
     if settings.name in DATASETS and DATASETS[settings.name].counts["train"]:
@@ -222,9 +223,9 @@ def check_classes(parts: dict[str, ImageSet | StreamedSet]) -> None:
 
 
 def create_net(recipe: Recipe, spec: DatasetSpec, initial: bool = True) -> nn.Module:
-    """The recipe's net for a data set: with random weights, or those of `recipe.init`, adapted and frozen by it.
+    """The recipe's net for a data set: with random weights, or those of ``recipe.init``, adapted and frozen by it.
 
-    `initial=False` does not load the weights of `recipe.init`: a resumed run does not need them.
+    ``initial=False`` does not load the weights of ``recipe.init``: a resumed run does not need them.
     """
     init = recipe.init
     try:
@@ -366,7 +367,7 @@ def create_optimizer(
 
 
 def create_scheduler(recipe: Recipe, optimizer: torch.optim.Optimizer, steps: int) -> Scheduler | None:
-    """The recipe's schedule for `steps` updates per epoch; None keeps the rate constant."""
+    """The recipe's schedule for ``steps`` updates per epoch; None keeps the rate constant."""
     settings = recipe.schedule
     scheduler, _ = create_scheduler_v2(
         optimizer,

@@ -3,7 +3,7 @@
 Progressive resizing (Howard et al. 2018, fast.ai's DAWNBench entry; Touvron et al. 2019, arXiv:1906.06423, on why
 networks distinguish sizes): early epochs on small images cost less. Between two stages
 
-- weights that depend on grid positions are resampled by the network's rule (`CapsuleNet.fit_to_size`), all others
+- weights that depend on grid positions are resampled by the network's rule (``CapsuleNet.fit_to_size``), all others
   stay;
 - the momentum (and any other optimiser state) of the resampled tensors is reset, that of the others stays;
 - the statistics of BatchNorm and the moving average of the weights are reset.
@@ -112,7 +112,7 @@ def fit_weights(
         size: old height and width of the images in pixels.
 
     Returns:
-        The state dict for `net`, and the names of the tensors that were resampled.
+        The state dict for ``net``, and the names of the tensors that were resampled.
 
     Raises:
         RecipeError: the network has weights that depend on the size, and no rule to resample them.
@@ -146,7 +146,7 @@ def optimizer_state_without(
     """An optimiser's state dict without the state of some parameters (momentum, moments).
 
     Args:
-        optimizer: the new optimiser, whose groups have the parameters in the order of `state`.
+        optimizer: the new optimiser, whose groups have the parameters in the order of ``state``.
         net: the net with its parameters.
         state: the state dict.
         names: names of the parameters to omit.

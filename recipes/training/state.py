@@ -1,4 +1,4 @@
-"""The state of a run: `Run` is constant, `TrainState` changes and is stored in checkpoints."""
+"""The state of a run: ``Run`` is constant, ``TrainState`` changes and is stored in checkpoints."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ __all__ = [
     "save_state",
 ]
 
+#: Largest share of the time for checkpoints at the ends of epochs, which may last a second on a GPU.
 SAVING_SHARE = 0.05
-"""Largest share of the time for checkpoints at the ends of epochs, which may last a second on a GPU."""
+#: A checkpoint that takes less is always written.
 QUICK_SECONDS = 0.1
-"""A checkpoint that takes less is always written."""
+#: A checkpoint is due after this time, even if writing it takes long: a killed run repeats what came after the last.
 LONGEST_SECONDS = 300.0
-"""A checkpoint is due after this time, even if writing it takes long: a killed run repeats what came after the last."""
 
 
 @dataclass(frozen=True)
@@ -108,10 +108,10 @@ class TrainState:
 
     Attributes:
         stage: the current part of the run, on images of one size.
-        step_module: net and loss; `ddp_module` is Accelerate's wrapper of it, as `optimizer` is of the optimiser.
-        best: the best epoch on validation images, with `early_stop`.
-        step: number of updates made. `saved_step`: number of updates at the last checkpoint, `saved_at`: when it was
-            written (monotonic clock), `saving_seconds`: how long that took.
+        step_module: net and loss; ``ddp_module`` is Accelerate's wrapper of it, as ``optimizer`` is of the optimiser.
+        best: the best epoch on validation images, with ``early_stop``.
+        step: number of updates made. ``saved_step``: number of updates at the last checkpoint, ``saved_at``: when it
+            was written (monotonic clock), ``saving_seconds``: how long that took.
         seconds: training time so far, over all sessions.
         sums: loss, right answers and images of the epoch so far.
         losses: of the updates since the last check.
@@ -175,7 +175,7 @@ def restore(run: Run, state: TrainState, checkpoint: Checkpoint) -> None:
     """Restore the state of a checkpoint; the schedule and all random numbers follow from its step.
 
     A checkpoint at the first update of a later stage has the weights of the previous stage: they are adapted to the
-    new size (see `training/stages.py`).
+    new size (see ``training/stages.py``).
     """
     position, weights, optimizer = checkpoint.state, checkpoint.weights, checkpoint.optimizer["optimizer"]
     state.step, state.seconds = position["step"], position["seconds"]

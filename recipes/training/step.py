@@ -88,7 +88,7 @@ class TrainStep(nn.Module):
         parts: Tensor | None = None,
         part_labels: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return the loss (mean over the batch, a scalar) and the scores [b, n]. The arguments are those of `Batch`."""
+        """Return the loss (mean over the batch, a scalar) and the scores [b, n]. Arguments as in ``Batch``."""
         try:
             return self._loss(images, labels, pixels, parts, part_labels)
         except ValueError as error:
@@ -120,7 +120,7 @@ class TrainStep(nn.Module):
         return loss if self.feedback is None else loss + self.feedback()
 
     def _rebuilding(self, poses: Tensor, labels: Tensor, pixels: Tensor) -> Tensor:
-        """Reconstruction loss of images [b, c, h, w] from the capsules of `labels` [b]; -1 contributes nothing."""
+        """Reconstruction loss of images [b, c, h, w] from the capsules of ``labels`` [b]; -1 contributes nothing."""
         rebuilt = self.reconstruct(poses, labels.clamp(min=0)).float()
         rebuilt = torch.where((labels >= 0)[:, None, None, None], rebuilt, 0.0)  # -1: black pixels
         return reconstruction_loss(rebuilt, pixels.float() / 255, self.reconstruction)
@@ -141,7 +141,7 @@ def seed_update(seed: int, step: int, rank: int) -> None:
 
 
 def train_step(run: Run, state: TrainState, batch: Batch) -> Tensor:
-    """Perform update number `state.step`, counted from 0, and return its loss."""
+    """Perform update number ``state.step``, counted from 0, and return its loss."""
     seed_update(run.recipe.seed, state.step, run.accelerator.process_index)
     if state.scheduler:
         state.scheduler.step_update(state.step)
@@ -153,7 +153,7 @@ def train_step(run: Run, state: TrainState, batch: Batch) -> Tensor:
 
 
 def _update(run: Run, state: TrainState, batch: Batch) -> Tensor:
-    """Update the weights once from one batch, in parts; add to `state.sums` and return the mean loss (a scalar)."""
+    """Update the weights once from one batch, in parts; add to ``state.sums`` and return the mean loss (a scalar)."""
     recipe, accelerator = run.recipe, run.accelerator
     mean_loss = torch.zeros((), device=run.device)
     known = run.data.training.spec.labels_per_image

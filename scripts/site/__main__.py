@@ -27,7 +27,7 @@ PAGES = {
 
 
 def copy_pages(source: Path) -> None:
-    """Copy the pages of docs/ and `PAGES`, with links among themselves."""
+    """Copy the pages of docs/ and ``PAGES``, with links among themselves."""
     shutil.copytree(ROOT / "docs", source, ignore=shutil.ignore_patterns("_build", "__pycache__"))
     for name, target in PAGES.items():
         shutil.copyfile(ROOT / name, source / target)

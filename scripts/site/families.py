@@ -35,7 +35,7 @@ class Family:
         title: of the page.
         example: architecture whose layers are drawn.
         routing: the procedure, in the symbols of the reference code.
-        code: function of `capszoo.layers` that implements the procedure; empty without routing.
+        code: function of ``capszoo.layers`` that implements the procedure; empty without routing.
         use: further lines of the example.
     """
 

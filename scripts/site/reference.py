@@ -80,7 +80,7 @@ def public_names(module: Any) -> list[str]:
 
 
 def api_pages(folder: Path) -> None:
-    """Write an index and a page for each of `API_MODULES`."""
+    """Write an index and a page for each of ``API_MODULES``."""
     folder.mkdir(parents=True)
     toc = "```{toctree}\n:maxdepth: 1\n\n" + "\n".join(API_MODULES) + "\n```\n"
     said = "Written from docstrings. Shape letters are those of the [glossary](../glossary.md).\n\n"

@@ -48,10 +48,10 @@ def open_set(
     channels: int | None = None,
     framing: Framing | None = None,
 ) -> ImageSet | StreamedSet:
-    """Open a set with a prefix, `imagefolder:PATH` or another one; the arguments are those of `load_dataset`.
+    """Open a set with a prefix, ``imagefolder:PATH`` or another one; the arguments are those of ``load_dataset``.
 
-    Images of folders and repositories are framed at `resize`, by default 8/7 of `size`, whose default is 224. Images of
-    idx and parquet files keep their size unless one is given.
+    Images of folders and repositories are framed at ``resize``, by default 8/7 of ``size``, whose default is 224.
+    Images of idx and parquet files keep their size unless one is given.
     """
     kind, _, where = name.partition(":")
     if split not in SPLITS:

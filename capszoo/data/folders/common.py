@@ -43,13 +43,13 @@ __all__ = [
     "usable_cores",
 ]
 
+#: Bytes as uint8 up to which a set is held in memory.
 MEMORY_LIMIT = 2 * 2**30
-"""Bytes as uint8 up to which a set is held in memory."""
 
 DEFAULT_SIZE = 224
 _VAL_NAMES = ("val", "validation", "valid")
+#: Names in use for each split; a set that has no test split is tested on its validation split.
 SPLITS = {"train": ("train",), "val": _VAL_NAMES, "test": ("test", *_VAL_NAMES)}
-"""Names in use for each split; a set that has no test split is tested on its validation split."""
 SPLIT_NAMES = frozenset(name for names in SPLITS.values() for name in names)
 _IMAGENET_MEAN, _IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
@@ -58,7 +58,7 @@ def locate(name: str, where: str, data: str | Path | None) -> Path:
     """The folder below a data folder, or the one itself; that one first if no data folder is given.
 
     Raises:
-        DataError: there is neither, or no folder `data`.
+        DataError: there is neither, or no folder ``data``.
     """
     itself = expanded(where)
     places = (
@@ -91,8 +91,8 @@ def folder_spec(
     )
 
 
+#: A label of a table or shard: the number of a class, or its name.
 Label = int | str
-"""A label of a table or shard: the number of a class, or its name."""
 
 
 def encode_labels(labels: Sequence[Label], training: Iterable[Label], where: str) -> tuple[Tensor, list[str]]:
@@ -169,7 +169,7 @@ def decode_or_stream(
 ) -> ImageSet | StreamedSet:
     """Decode into memory if the set fits, else stream it.
 
-    Images that cannot be read are all listed in one error, or skipped and added to `skipped` if that is a list
+    Images that cannot be read are all listed in one error, or skipped and added to ``skipped`` if that is a list
     (a streamed set is then decoded once to find them).
     """
     n = len(labels)
@@ -237,7 +237,7 @@ def look_at_training(
     """What the training images say of what is not asked for: channels, range of values, sizes.
 
     Args:
-        image_at, count, channels: as for `look_at_set`.
+        image_at, count, channels: as for ``look_at_set``.
         framing: as asked for; None: one range for the set.
     """
     known = framing.value_range if framing else "set"

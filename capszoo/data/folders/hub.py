@@ -1,4 +1,4 @@
-"""`hf:OWNER/NAME`: data sets of the Hugging Face Hub, as the library datasets reads them."""
+"""``hf:OWNER/NAME``: data sets of the Hugging Face Hub, as the library datasets reads them."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _cell(cell: dict[str, Any] | None, folder: Path, row: str) -> bytes | Path:
 
 
 def fetch_repository(repository: str, folder: str | Path) -> Path:
-    """Download a data set's repository from the Hub to `folder`/OWNER/NAME, except files that already exist."""
+    """Download a data set's repository from the Hub to ``folder``/OWNER/NAME, except files that already exist."""
     from huggingface_hub import snapshot_download
 
     from capszoo._utils.hub import limit_hub_waits

@@ -1,4 +1,4 @@
-"""`imagefolder:PATH`: a sub-folder of images for each class; and h-ImageNet, which is stored so."""
+"""``imagefolder:PATH``: a sub-folder of images for each class; and h-ImageNet, which is stored so."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ from .common import (
 
 __all__ = ["FileDecoder", "holds_classes", "open_h_imagenet", "open_images", "split_folder"]
 
+#: Names, in lower case, that mean a split; only those of ``SPLIT_NAMES`` are read as one.
 _SPLIT_WORDS = SPLIT_NAMES | {
     *("training", "testing", "dev", "eval", "evaluation", "holdout"),
     *(f"{name}{sign}set" for name in SPLIT_NAMES for sign in ("", "_", "-")),
 }
-"""Names, in lower case, that mean a split; only those of `SPLIT_NAMES` are read as one."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ def _class_numbers(name: str, root: Path) -> dict[str, int]:
 
 
 def _refuse_empty(name: str, root: Path, numbers: dict[str, int], listed: _Listed, every: bool) -> None:
-    """Refuse a split without images, or, where `every` class needs some, without images of a class."""
+    """Refuse a split without images, or, where ``every`` class needs some, without images of a class."""
     if not listed.paths:
         flat = sum(is_visible_image(file.name) for file in root.iterdir())
         if flat:
@@ -223,7 +223,7 @@ def _refuse_misnamed_splits(name: str, folder: Path) -> None:
 def _beside(folder: Path, root: Path, training: Path | None) -> dict[str, int]:
     """Number of images in folders that are not read, by their path.
 
-    Those are images beside the class folders, in hidden folders, and, if `training` is read, in folders beside those
+    Those are images beside the class folders, in hidden folders, and, if ``training`` is read, in folders beside those
     of the splits.
     """
     prefix = "" if root == folder else f"{root.name}/"
@@ -258,7 +258,7 @@ def _merged_splits(root: Path, kinds: Iterable[str]) -> tuple[str, ...]:
 
 
 def holds_classes(folder: Path) -> bool:
-    """True if a folder contains images by class, with or without splits, so that `imagefolder:` may be omitted."""
+    """True if a folder contains images by class, with or without splits, so that ``imagefolder:`` may be omitted."""
 
     def by_class(parent: Path) -> bool:
         kinds = _class_folders(parent)
@@ -269,7 +269,7 @@ def holds_classes(folder: Path) -> bool:
 
 
 def _class_folders(root: Path) -> list[str]:
-    """Sorted names of the sub-folders, without hidden ones such as `.ipynb_checkpoints`."""
+    """Sorted names of the sub-folders, without hidden ones such as ``.ipynb_checkpoints``."""
     return sorted(sub.name for sub in root.iterdir() if sub.is_dir() and not sub.name.startswith("."))
 
 
@@ -332,7 +332,7 @@ def open_h_imagenet(
     skipped: list[str] | None = None,
     framing: Framing | None = None,
 ) -> ImageSet | StreamedSet:
-    """h-ImageNet as written by `capszoo.data.imagenet.build`; its counts must match its manifest."""
+    """h-ImageNet as written by ``capszoo.data.imagenet.build``; its counts must match its manifest."""
     folder = next((folder for folder in folders if (folder / "h_imagenet.json").is_file()), None)
     if folder is None:
         raise DataError(f"{spec.title} not found in any data folder: {spec.remedy}")

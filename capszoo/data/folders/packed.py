@@ -1,4 +1,4 @@
-"""Small sets in single files: `idx:PATH` and `parquet:PATH`."""
+"""Small sets in single files: ``idx:PATH`` and ``parquet:PATH``."""
 
 from __future__ import annotations
 

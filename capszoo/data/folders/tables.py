@@ -1,4 +1,4 @@
-"""`csv:FILE`: a table of file names and labels, beside its images."""
+"""``csv:FILE``: a table of file names and labels, beside its images."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _locate(name: str, where: str, data: str | Path | None) -> Path:
 
 
 def _read(table: Path, files: _Files | None = None) -> list[_Row]:
-    """The rows of a table; `files` tell a first row of names from that of an image without a suffix."""
+    """The rows of a table; ``files`` tell a first row of names from that of an image without a suffix."""
     try:
         if table.stat().st_size > _MAX_BYTES:
             raise DataError(f"{table} has {table.stat().st_size:,} bytes, which no table of labels has")
@@ -190,7 +190,7 @@ def _found(table: Path, rows: Sequence[_Row], files: _Files, skipped: list[str] 
     """Rows with the paths of their images, below the folder of the table: a table could name any file.
 
     Raises:
-        DataError: an image is missing, unless `skipped` takes its line, or it stands there twice.
+        DataError: an image is missing, unless ``skipped`` takes its line, or it stands there twice.
     """
     found: dict[str, _Row] = {}
     missing = []

@@ -1,4 +1,4 @@
-"""`wds:PATH`: WebDataset shards."""
+"""``wds:PATH``: WebDataset shards."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class _Members:
 
 
 def find_shards(name: str, where: str, data: str | Path | None) -> list[Path]:
-    """All shards that `wds:` and a path name; for a folder, including those in its split sub-folders."""
+    """All shards that ``wds:`` and a path name; for a folder, including those in its split sub-folders."""
     where = where.replace("\\", "/") if os.name == "nt" else where
     last = where.rpartition("/")[2]
     if any(c in last for c in "{*?["):
@@ -83,7 +83,7 @@ def find_shards(name: str, where: str, data: str | Path | None) -> list[Path]:
 
 
 def _stated_names(index: ShardIndex) -> list[str]:
-    """Class names from `classes.txt` beside the shards, or beside the folder of their split; [] without the file."""
+    """Class names from ``classes.txt`` beside the shards, or beside the folder of their split; [] without the file."""
     folder = index.paths[0].parent
     parents = [folder, *([folder.parent] if folder.name.casefold() in SPLIT_NAMES else [])]
     file = next((parent / "classes.txt" for parent in parents if (parent / "classes.txt").is_file()), None)

@@ -73,11 +73,11 @@ def multiprocessors(device: torch.device) -> int:
 class Norm(NamedTuple):
     """The normalisation that turns sums of votes into poses."""
 
+    #: ``"none"`` or ``"layer"`` (LayerNorm over a pose).
     kind: str = "none"
-    """``"none"`` or ``"layer"`` (LayerNorm over a pose)."""
     weight: Tensor | None = None
+    #: Of LayerNorm, ``[e]``, of any type.
     bias: Tensor | None = None
-    """Of LayerNorm, ``[e]``, of any type."""
     eps: float = 0.0
 
     def check(self, e: int) -> None:

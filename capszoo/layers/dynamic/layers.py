@@ -129,7 +129,7 @@ class DynamicRouting(_DynamicLayer):
         return total.reshape(-1, self.out_caps, self.out_dim)
 
     def first_couplings(self, like: Tensor) -> Tensor:
-        """The couplings ``[b, j, i]`` of the first iteration, the same for every image, in batch and type of `like`."""
+        """The couplings ``[b, j, i]`` of the first iteration, equal for every image, in batch and type of ``like``."""
         start = self.start
         if start is not None:
             couplings = torch.softmax(upcast_half(start), dim=0 if self.softmax_over == "parents" else 1)

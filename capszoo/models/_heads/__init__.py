@@ -8,9 +8,9 @@ paper's routings: dynamic, em, self_routing.
 If scores are logarithms, they are log-probabilities: their cross-entropy is the negative log-likelihood.
 
 Our choices: the EM head's inverse temperature is ``5e-4 + 4.6e-4 t``, the straight line through the release's
-0.01 (1 - 0.95^(t+1)) at t = 0 and nearly at t = 1, 2; `idpa` and `self_attention` have the same primary capsules, with
-LayerNorm and with the exponential squash; ``poses`` of self_routing, whose last layer has none, are the weighted means
-of its children's poses.
+0.01 (1 - 0.95^(t+1)) at t = 0 and nearly at t = 1, 2; ``idpa`` and ``self_attention`` have the same primary capsules,
+with LayerNorm and with the exponential squash; ``poses`` of self_routing, whose last layer has none, are the weighted
+means of its children's poses.
 
 Files: ``base`` has the table and the base class; ``pooling`` the heads without primary capsules; ``capsule_layers`` the
 base of those with; the others a routing each.

@@ -131,7 +131,7 @@ class CapsuleHead(ForwardMethods):
         """A new class layer; an identity for 0 classes.
 
         Raises:
-            ValueError: one class, whose score would always be the same (`relative`).
+            ValueError: one class, whose score would always be the same (``relative``).
         """
         if num_classes == 1 and self.relative:
             raise ValueError(
