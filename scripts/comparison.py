@@ -32,7 +32,6 @@ from benchmarks import robustness
 from capszoo._pretrained.catalogue import checkpoints
 from capszoo._pretrained.info import WeightsInfo
 from capszoo.recipes.config import load_recipe
-from capszoo.recipes.release.paper_results import seeds_note
 from capszoo.recipes.training.run_folder import compared_settings
 from capszoo.summary import count_multiply_adds
 
@@ -262,8 +261,8 @@ def table(found: list[Row]) -> list[str]:
     """The page's table."""
     lines = [
         "| head | parameters | multiply-adds, M | test top-1, % | runs | validation, % | training, % | entropy "
-        "| seconds | hardware, precision |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---|",
+        "| precision |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---|",
     ]
     for row in found:
         size = "– | –"
@@ -271,17 +270,14 @@ def table(found: list[Row]) -> list[str]:
             parameters, adds = cost(row.recipe)
             size = f"{parameters:,} | {adds:.1f}"
         if not row.runs:
-            lines.append(f"| {row.head} | {size} | no run yet | 0 | – | – | – | – | – |")
+            lines.append(f"| {row.head} | {size} | no run yet | 0 | – | – | – | – |")
             continue
         validation = statistics.mean(row.figures("validation"))
         training = statistics.mean(run["history"]["train_top1"][-1] for run in row.runs)
-        seconds = statistics.mean(run["train_seconds"] for run in row.runs)
-        machines = " / ".join(
-            sorted({f"{run['hardware']}, {run['recipe']['precision']}" for run in row.runs})
-        )
+        precisions = ", ".join(sorted({run["recipe"]["precision"] for run in row.runs}))
         lines.append(
             f"| {row.head} | {size} | {plus_minus(row)} | {len(row.runs)} | {validation:.2f} | {training:.2f} "
-            f"| {_entropy(row)} | {seconds:,.0f} | {machines} |"
+            f"| {_entropy(row)} | {precisions} |"
         )
     return lines
 
@@ -309,44 +305,39 @@ def differ_by_holm(enough: list[Row], twin: Row) -> list[Row]:
     return [row for row in enough if row in ascending[:first_kept]]
 
 
-def conclusion(found: list[Row]) -> str:
+def conclusion(found: list[Row]) -> list[str]:
     """Each head of three seeds against average pooling: the difference with its 95% interval."""
     enough = {row.head: row for row in found if len(row.runs) >= len(SEEDS)}
     twin = enough.pop("avg", None)
     if twin is None or not enough:
-        return "There are too few runs for a conclusion: it needs three seeds of `avg` and of another head."
-    parts: dict[str, list[str]] = {"more": [], "less": [], "as": []}
+        return ["There are too few runs for a conclusion: it needs three seeds of `avg` and of another head."]
+    remain = differ_by_holm(list(enough.values()), twin)
+    lines = [
+        f"Against average pooling ({plus_minus(twin)}), the difference of the means and half the width of its 95%",
+        "confidence interval (Welch's t, since every head has its own variance):",
+        "",
+        f"| head | difference, points | by its own interval | with Holm's correction for {len(enough)}, 5% |",
+        "|---|---:|---|---|",
+    ]
+    words = []
     for row in enough.values():
         by, half = difference(row, twin)
-        kind = "as" if abs(by) <= half else "more" if by > 0 else "less"
-        parts[kind].append(f"{row.head} ({by:+.2f} ± {half:.2f})")
-    said = [
-        f"{word}: {', '.join(parts[kind])}"
-        for kind, word in (
-            ("more", "More accurate by its own interval"),
-            ("less", "Less accurate by its own interval"),
-            ("as", "No difference shown"),
-        )
-        if parts[kind]
-    ]
-    if not parts["more"]:
+        words.append("no difference shown" if abs(by) <= half else f"{'more' if by > 0 else 'less'} accurate")
+        holm = "differs" if row in remain else "–"
+        lines.append(f"| {row.head} | {by:+.2f} ± {half:.2f} | {words[-1]} | {holm} |")
+    lines.append("")
+    if "more accurate" not in words:
         open_to = max(enough.values(), key=lambda row: sum(difference(row, twin)))
-        most = sum(difference(open_to, twin))
-        said.append(
-            "No head is shown to be more accurate; the largest gain that its interval does not exclude is "
-            f"{most:.2f} points ({open_to.head})"
-        )
-    remain = ", ".join(f"`{row.head}`" for row in differ_by_holm(list(enough.values()), twin)) or "none"
-    holm = f"with Holm's correction for {len(enough)}, these differ at the level of 5%: {remain}"
+        lines += [
+            "No head is shown to be more accurate. The largest gain that its interval does not exclude is "
+            f"{sum(difference(open_to, twin)):.2f} points ({open_to.head}).",
+        ]
+    lines += [
+        "With three seeds an interval is wide for a head whose seeds differ much. It covers the variation over seeds",
+        "only: all runs share the 10,000 test images, whose sampling error is 0.3 points for one accuracy.",
+    ]
     missing = [f"`{row.head}`" for row in found if row.head != "avg" and row.head not in enough]
-    return (
-        f"Against average pooling ({plus_minus(twin)}), in points. {'. '.join(said)}. ± is half the width "
-        "of the 95% confidence interval of the difference (Welch's t: every head has its own variance). The intervals "
-        f"are not corrected for the number of comparisons; {holm}. With three seeds an interval is wide for a head "
-        "whose seeds differ much. It covers the variation over seeds only: all runs share the 10,000 test images, "
-        "whose sampling error is 0.3 points for one accuracy."
-        + (f" Seeds are missing for {', '.join(missing)}." if missing else "")
-    )
+    return [*lines, *([f"Seeds are missing for {', '.join(missing)}."] if missing else [])]
 
 
 def rate_too_high(conv: Row) -> str:
@@ -396,8 +387,8 @@ def page(kept: Path = KEPT) -> str:
         *trial,
         *plot,
         "",
-        conclusion(found),
-        *longer_runs(),
+        *conclusion(found),
+        *corrupted_heads(),
         *even,
         *([""] if costs else []),
         *costs,
@@ -405,34 +396,8 @@ def page(kept: Path = KEPT) -> str:
     return "\n".join([*lines, ""])
 
 
-#: Routing pooling and average pooling in longer runs, with more augmentation: their twins in the zoo.
-TWINS = (
-    ("CIFAR-10", "resnet20_routingpool.cifar10", "resnet20_routingpool.cifar10_avg"),
-    ("CIFAR-100", "resnet20_routingpool.cifar100", "resnet20_routingpool.cifar100_avg"),
-    ("CIFAR-10, ResNet-32", "resnet32_routingpool.cifar10", "resnet32_routingpool.cifar10_avg"),
-    ("CIFAR-10, ResNet-56", "resnet56_routingpool.cifar10", "resnet56_routingpool.cifar10_avg"),
-)
-
-
-def longer_runs() -> list[str]:
-    """What the zoo's checkpoints of :data:`TWINS` reached: a paragraph and a table."""
-    known, lines = checkpoints(aliases=False), []
-    for data, *twins in TWINS:
-        if all(name in known for name in twins):
-            infos = [known[name] for name in twins]
-            cells = [f"{info.raw['metrics']['test']['top1']:.2f}{seeds_note(info)}" for info in infos]
-            lines.append(f"| {data}, {infos[0].raw['recipe']['epochs']} epochs | {' | '.join(cells)} |")
-    return [
-        "",
-        "Routing pooling and average pooling were trained longer too, with the profile `regularised`. Top-1 of their",
-        "[checkpoints](models.md#checkpoints) on the 10,000 test images, %:",
-        "",
-        "| | routing pooling | average pooling |",
-        "|---|---|---|",
-        *lines,
-        *longer_heads(),
-        *corrupted_heads(),
-    ]
+#: Checkpoints of the heads whose recipes have another name than in :data:`HEADS`.
+LONGER = {"routing_pool": "resnet20_routingpool.cifar10", "avg": "resnet20_routingpool.cifar10_avg"}
 
 
 def trained_longer() -> dict[str, WeightsInfo]:
@@ -444,29 +409,10 @@ def trained_longer() -> dict[str, WeightsInfo]:
     }
 
 
-def longer_heads() -> list[str]:
-    """What the zoo's checkpoints of the other heads reached in longer runs: a paragraph and a table."""
-    longer = trained_longer()
-    twins = {name for _, *pair in TWINS for name in pair}
-    found = {head: longer[name] for head, name in HEADS.items() if name in longer and name not in twins}
-    if not found:
-        return []
-    epochs = " or ".join(str(n) for n in sorted({info.raw["recipe"]["epochs"] for info in found.values()}))
-    return [
-        "",
-        f"Other heads with this profile and clipped gradients, CIFAR-10, {epochs} epochs, one run each (n = 1)",
-        "(seed 0):",
-        "",
-        "| head | top-1, % |",
-        "|---|---:|",
-        *(f"| {head} | {info.raw['metrics']['test']['top1']:.2f} |" for head, info in found.items()),
-    ]
-
-
 def corrupted_heads() -> list[str]:
     """Corrupted images and calibration of the longer runs of every head: a paragraph and a table."""
     longer, measured = trained_longer(), robustness.current()
-    names = HEADS | dict(zip(("routing_pool", "avg"), TWINS[0][1:], strict=True))
+    names = HEADS | LONGER
     found = {head: measured[name] for head, name in names.items() if name in longer and name in measured}
     if len(found) < 2:
         return []
@@ -477,9 +423,11 @@ def corrupted_heads() -> list[str]:
         lines.append(f"| {head} | " + " | ".join(f"{value:.1f}" for value in cells) + " |")
     return [
         "",
-        "The same runs (seed 0 of each head) on 1,000 test images, unchanged and under twelve corruptions, and their",
-        "calibration error (ECE), before and after temperature scaling, in per cent. [Robustness](robustness.md) has",
-        "every checkpoint. One run each: how much these figures vary with the seed was not measured.",
+        "The heads were trained longer too, for 60 epochs with the profile `regularised`",
+        "([accuracies](models.md#checkpoints)). These checkpoints (seed 0) on 1,000 test images, unchanged and under",
+        "twelve corruptions, and their calibration error (ECE), before and after temperature scaling, in per cent.",
+        "[Robustness](robustness.md) has every checkpoint. There is one run of each: how much these figures vary with",
+        "the seed was not measured.",
         "",
         "| head | unchanged | corrupted, mean | ECE | ECE at T |",
         "|---|---:|---:|---:|---:|",

@@ -149,8 +149,8 @@ def defaults_table() -> str:
 def results_table() -> str:
     """The checkpoints and their measured results, from the metadata beside the weights."""
     lines = [
-        "| weights | data set | top-1, % | trained | paper's top-1, % | parameters with decoder | recipe |",
-        "|---|---|---:|---|---|---:|---|",
+        "| weights | data set | top-1, % | trained | paper's top-1, % | parameters with decoder |",
+        "|---|---|---:|---|---|---:|",
     ]
     for name, info in checkpoints(aliases=False).items():
         stated = info.metadata
@@ -162,7 +162,7 @@ def results_table() -> str:
         accuracy = f"{test.top1:.2f}{_unless_top1(info)}{seeds_note(info)}"
         lines.append(
             f"| `{name}` | {stated.dataset.name} | {accuracy} | {trained} | {'; '.join(same) or 'none'} "
-            f"| {stated.num_params:,} | [yaml](../recipes/configs/{name}.yaml) |"
+            f"| {stated.num_params:,} |"
         )
     return "\n".join(lines)
 
@@ -321,28 +321,27 @@ def rtx_cell(built: dict[str, Any]) -> str:
 
 
 def export_table() -> str:
-    """Every model as ONNX: size, difference, ONNX Runtime against eager and torch.compile, TensorRT-RTX."""
+    """Every model as ONNX: size, difference, ONNX Runtime against eager PyTorch, TensorRT-RTX."""
     measured, rtx = stored("export.json"), stored("trt_rtx.json")
     rows = {row["model"]: row for row in measured.get("rows", [])}
     lines = [
-        "| model | nodes | file, MB | largest difference | batch 1: ms | eager / ORT | compiled / ORT "
-        "| ORT / ResNet-18 | batch 16: ms | eager / ORT | compiled / ORT | ORT / ResNet-18 | TensorRT-RTX |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---|",
+        "| model | nodes | file, MB | largest difference | batch 1: ms | eager / ORT "
+        "| ORT / ResNet-18 | batch 16: ms | eager / ORT | ORT / ResNet-18 | TensorRT-RTX |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---|",
     ]
     for name in capszoo.list_models():
         cells = [f"`{name}`"]
         row = rows.get(name)
         if row is None:
-            cells += ["–"] * 11
+            cells += ["–"] * 9
         else:
             cells += [str(row["nodes"]), f"{row['file_bytes'] / 1e6:.1f}", f"{row['max_rel_diff']:.0e}"]
             for batch in ("1", "16"):
                 at = row["times"].get(batch)
                 if at:
-                    others = (f"{at[key]:.2f}" if key in at else "–" for key in ("eager", "compiled"))
-                    cells += [f"{at['ms']:.1f}", *others, f"{1 / at['resnet18']:.2f}"]
+                    cells += [f"{at['ms']:.1f}", f"{at['eager']:.2f}", f"{1 / at['resnet18']:.2f}"]
                 else:
-                    cells += ["–"] * 4
+                    cells += ["–"] * 3
         lines.append("| " + " | ".join([*cells, rtx_cell(rtx.get(name, {}))]) + " |")
     settings = ", ".join(f"{key} {value}" for key, value in measured.get("settings", {}).items())
     return "\n".join([*lines, "", f"Measured with {settings or 'nothing yet'}."])

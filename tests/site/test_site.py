@@ -98,7 +98,6 @@ def test_no_page_loads_from_another_host(site: Path, pages: dict[Path, _Page]) -
 
 #: Modules without a page, which the commands and other modules use.
 INTERNAL = {
-    "capszoo.images",
     "capszoo.summary",
     "capszoo.export.cached",
     "capszoo.export.prepare",
