@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from datetime import datetime, timezone
 
@@ -66,9 +67,29 @@ def begin_run(run: Run) -> tuple[TrainState, RunLog]:
                 f"the processes see different checkpoints: {run.out} must be a folder they share"
             )
         log = RunLog(run.out, run.main, run.total, state.step)
-        before = (read_sessions(run.out) or [{}])[-1].get("precision") or run.recipe.precision
-        if run.main:
-            _note_session(run, state, engines)
+    with ExitStack() as failed:
+        failed.callback(log.close)  # before its folder is removed
+        with raise_on_all_ranks(run.accelerator):
+            before = (read_sessions(run.out) or [{}])[-1].get("precision") or run.recipe.precision
+            if run.main:
+                _note_session(run, state, engines)
+        _introduce(run, state, log, skipped, before)
+        if not checkpoint:
+            # Detects a folder that cannot be written, and makes a failure in the first updates traceable.
+            save_state(run, state)
+        _say_first_update(run, state, log)
+        failed.pop_all()
+    return state, log
+
+
+def _introduce(run: Run, state: TrainState, log: RunLog, skipped: Sequence[str], before: str) -> None:
+    """Say what is trained on what, and which settings have no effect.
+
+    Args:
+        run, state, log: of the run.
+        skipped: lines about damaged checkpoints.
+        before: precision of the session before this one.
+    """
     for line in (*skipped, *(f"left out: {line}" for line in run.data.skipped)):
         log.say(line)
     log.say(f"{run.recipe.data.name}: {run.data.summary.sentence()}")
@@ -100,11 +121,6 @@ def begin_run(run: Run) -> tuple[TrainState, RunLog]:
         log.say(
             f"note: no epoch has cutout: data.augment.cutout_off_epochs is not below the {run.recipe.epochs} epochs"
         )
-    if not checkpoint:
-        # Detects a folder that cannot be written, and makes a failure in the first updates traceable.
-        save_state(run, state)
-    _say_first_update(run, state, log)
-    return state, log
 
 
 def _say_first_update(run: Run, state: TrainState, log: RunLog) -> None:

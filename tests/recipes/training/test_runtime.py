@@ -8,6 +8,7 @@ import json
 import re
 import shutil
 import signal
+import threading
 import time
 from collections import namedtuple
 from collections.abc import Iterator
@@ -124,6 +125,22 @@ def test_no_room_is_said_before_the_first_update(
             train(recipe(), out=tmp_path / "run", data=tiny_mnist)
     assert not (tmp_path / "run" / "checkpoints").exists()
     assert train(recipe(), out=tmp_path / "run", data=tiny_mnist, stop_after=1)["step"] == 1
+
+
+def test_a_start_that_fails_closes_its_log(
+    tiny_mnist: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A writer that TensorBoard left open would write into the folder that is gone, and print a traceback."""
+
+    def refuse(*_: Any) -> None:
+        raise TrainingError("cannot be saved")
+
+    monkeypatch.setattr(begin, "save_state", refuse)
+    threads = set(threading.enumerate())
+    with pytest.raises(TrainingError, match="cannot be saved"):
+        train(recipe(), out=tmp_path / "run", data=tiny_mnist, cpu=True)
+    assert not (tmp_path / "run").exists()
+    assert not set(threading.enumerate()) - threads
 
 
 def test_a_slow_first_update_is_announced_and_changes_nothing(
