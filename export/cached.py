@@ -33,7 +33,7 @@ def _source_digest() -> str:
     package, digest = PACKAGE_FOLDER, hashlib.sha256()
     folders = (package / "layers", package / "models", Path(__file__).parent)
     files = [path for folder in folders for path in sorted(folder.rglob("*.py"))]
-    for path in [*files, package / "images.py", package / "preprocess.py", package / "reading.py"]:
+    for path in [*files, package / "images.py", package / "preprocess.py"]:
         digest.update(path.read_bytes())
     return digest.hexdigest()[:12]
 

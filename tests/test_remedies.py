@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,17 @@ import capszoo
 from capszoo.checkpoint import NoWeights, resolve
 from capszoo.cli import app
 from capszoo.errors import CapszooError, UnknownModel, UsageError
+from tests.support import packed
+from tests.support.command import fails, run
+from tests.support.recipes import write_photos
 from tests.support.toys import ToyCaps
 
 pytest.importorskip("onnxruntime")
 import onnxruntime
 
 from capszoo.export.to_onnx import ExportError, export
+
+MODEL = "resnet20_routingcaps.mnist"
 
 
 def _commands(message: str) -> list[list[str]]:
@@ -171,3 +177,107 @@ def test_a_file_of_another_format_is_refused_and_any_case_of_ours_is_one_file(
     with pytest.raises(UsageError, match="model.onnx"):
         names_onnx_file(tmp_path / name)
     assert names_onnx_file(tmp_path / "M.ONNX") and not names_onnx_file(tmp_path / "v1.2")
+
+
+def test_a_forward_for_one_batch_is_exported_with_that_batch(tmp_path: Path) -> None:
+    class Counts(ToyCaps):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * torch.ones(int(x.shape[0]), 1)
+
+    with pytest.raises(ExportError, match="profile of one number"):
+        export(Counts(1).eval(), tmp_path / "m.onnx", gate="quick")
+    assert export(Counts(1).eval(), tmp_path / "m.onnx", gate="quick", batch=3).passed
+
+
+def test_scores_that_float16_cannot_hold_are_exported_in_the_precisions_named(tmp_path: Path) -> None:
+    class Large(ToyCaps):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x * 1e6) * 1e6
+
+    with pytest.raises(ExportError) as found:
+        export(Large(1).eval(), tmp_path / "m.onnx", gate="quick", precision="fp16")
+    named = re.findall(r"\b(?:bf16|fp32)\b", str(found.value).rpartition("use precision")[2])
+    assert named == ["bf16", "fp32"]
+    for precision in named:
+        assert export(Large(1).eval(), tmp_path / "m.onnx", gate="quick", precision=precision).passed
+
+
+def test_digits_that_half_precision_loses_are_exported_in_the_precision_named(tmp_path: Path) -> None:
+    class Cancels(ToyCaps):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (super().forward(x) + 100) - 100
+
+    with pytest.raises(ExportError) as found:
+        export(Cancels(1).eval(), tmp_path / "m.onnx", gate="quick", precision="fp16")
+    (precision,) = re.findall(r"use precision (\w+)$", str(found.value))
+    assert export(Cancels(1).eval(), tmp_path / "m.onnx", gate="quick", precision=precision).passed
+
+
+def test_int8_is_exported_once_the_images_that_it_names_are_given(tmp_path: Path) -> None:
+    options = {"--calibrate": "calibration", "--verify-data": "images"}
+    given: dict[str, Any] = {}
+    for option, name in options.items():
+        with pytest.raises(UsageError, match=option) as found:
+            export(ToyCaps(1).eval(), tmp_path / "m.onnx", gate="quick", precision="int8", **given)
+        (count,) = re.findall(r"at least (\d+)", str(found.value))
+        images = torch.randn(int(count), 1, 10, 10, generator=torch.Generator().manual_seed(16))
+        given[name] = images if name == "images" else torch.cat([images + 0.1, 2 * images])
+    assert export(ToyCaps(1).eval(), tmp_path / "m.onnx", gate="quick", precision="int8", **given).passed
+
+
+def test_a_network_without_layers_for_int8_is_exported_in_the_precision_named(tmp_path: Path) -> None:
+    class Small(nn.Module):
+        in_chans, img_size, num_classes = 1, (10, 10), 5
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(100, 5)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            scores: torch.Tensor = self.fc(x.flatten(1))
+            return scores
+
+    images = {"calibration": torch.randn(16, 1, 10, 10), "images": torch.randn(16, 1, 10, 10)}
+    with pytest.raises(ExportError) as found:
+        export(Small().eval(), tmp_path / "m.onnx", gate="quick", precision="int8", **images)
+    (precision,) = re.findall(r"use (\w+)$", str(found.value))
+    assert export(Small().eval(), tmp_path / "m.onnx", gate="quick", precision=precision).passed
+
+
+def _finetune(folder: Path, *more: object) -> tuple[object, ...]:
+    """A short call of `finetune` on the photos of a folder."""
+    return (
+        "finetune",
+        MODEL,
+        "--data",
+        folder / "photos",
+        "--out",
+        folder / "run",
+        "--epochs",
+        1,
+        "--device",
+        "cpu",
+        *more,
+    )
+
+
+def test_a_size_in_set_is_the_option_that_the_message_names(root: Path, tmp_path: Path) -> None:
+    write_photos(packed(root, "mnist"), tmp_path / "photos", {"one": 6, "three": 6})
+    (option,) = re.findall(r"give (--[\w-]+)", fails(2, *_finetune(tmp_path), "--set", "data.size=20"))
+    assert run(*_finetune(tmp_path), option, 20).exit_code == 0
+
+
+def test_classes_of_one_image_are_taken_with_two(root: Path, tmp_path: Path) -> None:
+    write_photos(packed(root, "mnist"), tmp_path / "photos", {"one": 1, "three": 1})
+    assert "two images" in fails(1, *_finetune(tmp_path))
+    for image in list((tmp_path / "photos").rglob("*.png")):
+        shutil.copy(image, image.with_name("copy.png"))
+    assert run(*_finetune(tmp_path)).exit_code == 0
+
+
+def test_one_of_two_options_of_finetune_is_left_out(root: Path, tmp_path: Path) -> None:
+    write_photos(packed(root, "mnist"), tmp_path / "photos", {"one": 6, "three": 6})
+    message = fails(2, *_finetune(tmp_path), "--freeze", "body", "--from-scratch")
+    named = re.findall(r"--[\w-]+", message)
+    assert named == ["--freeze", "--from-scratch"]
+    assert run(*_finetune(tmp_path), "--freeze", "body").exit_code == 0
