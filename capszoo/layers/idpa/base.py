@@ -11,14 +11,14 @@ from .._modules import at_least, positive, reset_start
 from .._precision import upcast_half
 from ..engine import Engine, Reference, Routed, RoutingLayer
 from .engines import Blocked, Fused, Native
-from .routing import agreement_of, couplings_of, weighted_sum
+from .routing import Procedure, agreement_of, couplings_of, weighted_sum
 
 torch.fx.wrap("upcast_half")
 
 __all__ = ["IDPALayer"]
 
 
-class IDPALayer(RoutingLayer):
+class IDPALayer(Procedure, RoutingLayer):
     """Shared by convolutional and fully connected layers: options, norm, iterations over votes."""
 
     engines: ClassVar[Tuple[Type[Engine], ...]] = (Fused, Native, Blocked, Reference)
@@ -110,24 +110,44 @@ class IDPALayer(RoutingLayer):
         poses = self._child_poses(children).transpose(0, 1).reshape(self.num_children, -1, self.inner)
         return torch.bmm(poses, self._child_weight().flatten(2))
 
-    def _iterate(
-        self, votes: Tensor, parents: Tensor, activation: Optional[Tensor]
-    ) -> Tuple[Tensor, Tensor, Optional[Tensor]]:
-        """One iteration of Procedure 1 over votes.
+    def first_poses(self, children: Tensor) -> Tensor:
+        return self._normalise(self._sum_of_votes(children) / self.out_caps)
 
-        Args:
-            votes: ``[n, j, i, e]``.
-            parents: poses of the previous iteration, ``[n, j, e]``.
-            activation: of the children, ``[n, i]`` (ablation C).
+    def read_children(self, inputs: List[Tensor], read: int) -> List[Tensor]:
+        """Votes ``[n, j, i, e]`` (line 2), then (ablation C) activations ``[n, i]``."""
+        votes = self._votes(inputs[read])
+        if not self.activations:
+            return [votes]
+        return [votes, self._of_each_parent(inputs[len(inputs) // 2 + read])]
+
+    def first_parents(self, inputs: List[Tensor], children: List[Tensor]) -> Tensor:
+        parents = torch.zeros_like(children[0][:, :, 0])  # as many as there are routings
+        start = self.start
+        if start is not None:
+            parents = start + parents
+        return parents
+
+    def iterate(
+        self, children: List[Tensor], parents: Tensor, fresh: bool, need_couplings: bool
+    ) -> Tuple[Tensor, Optional[Tensor], Optional[Tensor]]:
+        votes = children[0]
+        couplings = couplings_of(agreement_of(votes, parents * self.scale), votes.dtype)  # lines 3 and 4
+        active: Optional[Tensor] = None
+        beta_v, beta_a = self.beta_v, self.beta_a
+        if beta_v is None or beta_a is None:
+            sums = weighted_sum(votes, couplings)  # line 5
+        else:
+            sums, active = self._maximise(votes, couplings, children[1], beta_v, beta_a)
+        return self._normalise(sums), couplings, active  # line 6
+
+    def _maximise(
+        self, votes: Tensor, couplings: Tensor, activation: Tensor, beta_v: Tensor, beta_a: Tensor
+    ) -> Tuple[Tensor, Tensor]:
+        """Ablation C: the M-step of EM routing, with the couplings in place of its assignments.
 
         Returns:
-            Sums of votes ``[n, j, e]``, couplings ``[n, j, i]``, activations of the parents ``[n, j]`` or None.
+            Sums of votes ``[n, j, e]`` in place of those of line 5, and activations of the parents ``[n, j]``.
         """
-        couplings = couplings_of(agreement_of(votes, parents * self.scale), votes.dtype)  # lines 3 and 4
-        beta_v, beta_a = self.beta_v, self.beta_a
-        if activation is None or beta_v is None or beta_a is None:
-            return weighted_sum(votes, couplings), couplings, None  # line 5
-        # Ablation C: the M-step of EM routing, with the couplings in place of its assignments
         exact = upcast_half(votes)
         assigned = upcast_half(couplings * activation.unsqueeze(1))  # R_ij, [n, j, i]
         # no matmul, which autocast would round: the variance is a difference of these
@@ -138,7 +158,7 @@ class IDPALayer(RoutingLayer):
         mean = sums / total
         variance = (squares / total - mean * mean).clamp(min=1e-4)
         cost = (beta_v + 0.5 * variance.log().mean(dim=2)) * (mass * (self.out_caps / self.num_children))
-        return sums.to(votes.dtype), couplings, torch.sigmoid(beta_a - cost).to(votes.dtype)
+        return sums.to(votes.dtype), torch.sigmoid(beta_a - cost).to(votes.dtype)
 
     def _normalise(self, sums: Tensor) -> Tensor:
         """Dropout, at its place in the release, then line 6: ``[..., e]``."""
@@ -183,42 +203,8 @@ class IDPALayer(RoutingLayer):
         return len(inputs) // 2 if self.activations else len(inputs)
 
     def reference(self, inputs: List[Tensor], num_iters: int, need_couplings: bool) -> Routed:
-        """The iterations of ``route()`` for n independent routings: poses ``[n, j, e]``, activations ``[n, j]``.
-
-        Iteration s reads its children's iteration s-1 (Procedure 2, line 8), the first reads iteration 1 (line 6).
-
-        Args:
-            inputs: the children's poses after each of their iterations, then (ablation C) their activations.
-            num_iters: iterations.
-            need_couplings: whether to return the last couplings, ``[n, j, i]``.
-        """
-        given = len(inputs) // 2 if self.activations else len(inputs)
-        poses: List[Tensor] = []
-        active: List[Tensor] = []
-        votes = inputs[0]  # a placeholder, replaced before it is read
-        activation: Optional[Tensor] = None
-        couplings: Optional[Tensor] = None
-        for s in range(num_iters):  # from 0
-            if s == 0 and self.folds:
-                sums = self._sum_of_votes(inputs[0]) / self.out_caps
-            else:
-                read = max(s - 1, 0)
-                if s == 0 or (s == 1 and self.folds) or (s > 1 and read < given):  # new children
-                    votes = self._votes(inputs[read])
-                    if self.activations:
-                        activation = self._of_each_parent(inputs[given + read])
-                if s == 0:
-                    parents = torch.zeros_like(votes[:, :, 0])  # as many as there are routings
-                    start = self.start
-                    if start is not None:
-                        parents = start + parents
-                else:
-                    parents = poses[s - 1]
-                sums, couplings, act = self._iterate(votes, parents, activation)
-                if act is not None:
-                    active.append(act)
-            poses.append(self._normalise(sums))
-        return Routed(poses, active, couplings if need_couplings else None)
+        """:meth:`.Procedure.all_iterations`, which ``route()`` returns."""
+        return self.all_iterations(inputs, num_iters, need_couplings)
 
     def extra_repr(self) -> str:
         text = f"children={self.num_children}x{self.in_dim}, out_caps={self.out_caps}, out_dim={self.out_dim}"

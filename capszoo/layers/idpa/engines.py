@@ -22,7 +22,7 @@ from .._triton.ops import fused_norm, fused_pass
 from ..engine import Call, Engine, Routed, other_type
 from ..tuning import TUNING
 from .blocked import idpa_pass
-from .routing import couplings_of, iteration
+from .routing import Procedure, couplings_of, iteration
 
 __all__ = ["Blocked", "Chunked", "Fused", "Masked", "Native"]
 
@@ -31,19 +31,18 @@ __all__ = ["Blocked", "Chunked", "Fused", "Masked", "Native"]
 _ONLY_SUM = "needs an iteration with couplings"
 
 
-class Iterated(Engine):
-    """An engine that computes one iteration after the other; an instance has the state that a call's iterations share.
+class Iterated(Procedure, Engine):
+    """An engine with other steps than the layer; an instance has the state that a call's iterations share.
 
     ``layer`` is an :class:`.IDPALayer`: an engine uses attributes that :class:`.RoutingLayer` does not have.
     """
 
     keeps_votes = False
-
-    #: whether the children of an iteration were not those of the one before
-    fresh = True
+    activations = False
 
     def __init__(self, layer: Any, call: Call) -> None:
         self.layer = layer
+        self.folds = layer.folds
 
     @classmethod
     def unsupported(cls, layer: Any, call: Call) -> str:
@@ -51,51 +50,16 @@ class Iterated(Engine):
 
     @classmethod
     def route(cls, layer: Any, inputs: List[Tensor], call: Call) -> Routed:
-        """The iterations of Procedure 2 in one layer: iteration s reads its children's iteration s-1."""
-        work = cls(layer, call)
-        poses: List[Tensor] = []
-        couplings: Optional[Tensor] = None
-        given: List[Tensor] = []
-        read = -1
-        for s in range(call.num_iters):  # from 0
-            if s == 0 and layer.folds:
-                new = work.first(inputs[0])
-            else:
-                wanted = min(max(s - 1, 0), len(inputs) - 1)
-                work.fresh = wanted != read
-                if work.fresh:
-                    read, given = wanted, work.read(inputs[wanted])
-                parents = poses[s - 1] if s > 0 else layer.start.expand(layer.routings(inputs[0]), -1, -1)
-                new, couplings = work.iterate(given, parents, call.couplings and s == call.num_iters - 1)
-            poses.append(new)
+        routed = cls(layer, call).all_iterations(inputs, call.num_iters, call.couplings)
         # under autocast, engines that iterate in float32 return what the reference does
-        poses = [pose.to(call.dtype) for pose in poses]
-        if not call.couplings or couplings is None:
-            return Routed(poses, [], None)
-        return Routed(poses, [], couplings.to(call.dtype))
+        couplings = None if routed.couplings is None else routed.couplings.to(call.dtype)
+        return Routed([pose.to(call.dtype) for pose in routed.poses], [], couplings)
 
-    def first(self, children: Tensor) -> Tensor:
-        """Poses ``[n, j, e]`` after an iteration in which all parents are zero: no vote is formed."""
-        return self.layer._normalise(self.layer._sum_of_votes(children) / self.layer.out_caps)
+    def first_poses(self, children: Tensor) -> Tensor:
+        return self.layer.first_poses(children)  # type: ignore[no-any-return]
 
-    def read(self, children: Tensor) -> List[Tensor]:
-        """Tensors shared by all iterations over the same children."""
-        raise NotImplementedError
-
-    def iterate(
-        self, given: List[Tensor], parents: Tensor, need_couplings: bool
-    ) -> Tuple[Tensor, Optional[Tensor]]:
-        """One iteration of Procedure 1.
-
-        Args:
-            given: from :meth:`read`.
-            parents: poses of the previous iteration, ``[n, j, e]``.
-            need_couplings: return the couplings too.
-
-        Returns:
-            Poses ``[n, j, e]`` and couplings ``[n, j, i]``, which are undefined unless requested.
-        """
-        raise NotImplementedError
+    def first_parents(self, inputs: List[Tensor], children: List[Tensor]) -> Tensor:
+        return self.layer.start.expand(self.layer.routings(inputs[0]), -1, -1)  # type: ignore[no-any-return]
 
 
 class Blocked(Iterated):
@@ -124,16 +88,16 @@ class Blocked(Iterated):
         super().__init__(layer, call)
         self.weight = layer._child_weight()
 
-    def read(self, children: Tensor) -> List[Tensor]:
-        return [self.layer._child_poses(children)]
+    def read_children(self, inputs: List[Tensor], read: int) -> List[Tensor]:
+        return [self.layer._child_poses(inputs[read])]
 
     def iterate(
-        self, given: List[Tensor], parents: Tensor, need_couplings: bool
-    ) -> Tuple[Tensor, Optional[Tensor]]:
+        self, children: List[Tensor], parents: Tensor, fresh: bool, need_couplings: bool
+    ) -> Tuple[Tensor, Optional[Tensor], None]:
         sums, couplings = idpa_pass(
-            given[0], self.weight, parents * self.layer.scale, self.fresh, need_couplings
+            children[0], self.weight, parents * self.layer.scale, fresh, need_couplings
         )
-        return self.layer._normalise(sums), couplings.transpose(1, 2) if need_couplings else None
+        return self.layer._normalise(sums), couplings.transpose(1, 2) if need_couplings else None, None
 
 
 class Native(Iterated):
@@ -167,22 +131,22 @@ class Native(Iterated):
         self.dtype = wide_type(call.dtype)
         self.weight = weight_in_lanes(layer._child_weight().to(self.dtype))
 
-    def read(self, children: Tensor) -> List[Tensor]:
-        self.child_type = children.dtype
-        poses = self.layer._child_poses(children).to(self.dtype)
+    def read_children(self, inputs: List[Tensor], read: int) -> List[Tensor]:
+        self.child_type = inputs[read].dtype
+        poses = self.layer._child_poses(inputs[read]).to(self.dtype)
         return [in_lanes(poses), in_lanes(torch.ones_like(poses[:, :, 0, 0]))]
 
     def iterate(
-        self, given: List[Tensor], parents: Tensor, need_couplings: bool
-    ) -> Tuple[Tensor, Optional[Tensor]]:
+        self, children: List[Tensor], parents: Tensor, fresh: bool, need_couplings: bool
+    ) -> Tuple[Tensor, Optional[Tensor], None]:
         layer = self.layer
         toward = (parents * layer.scale).to(self.dtype)
         mean, height = torch.zeros_like(toward), torch.zeros_like(toward[:, :, 0])
         _, sums, _, couplings = routing_pass(
-            *given, self.weight, mean, None, toward, height, 0.0, layer.num_children, False, self.fresh,
+            *children, self.weight, mean, None, toward, height, 0.0, layer.num_children, False, fresh,
             need_couplings,
         )  # fmt: skip
-        return layer._normalise(sums.to(self.child_type)), couplings if need_couplings else None
+        return layer._normalise(sums.to(self.child_type)), couplings if need_couplings else None, None
 
 
 class Chunked(Iterated):
@@ -209,33 +173,33 @@ class Chunked(Iterated):
         super().__init__(layer, call)
         self.weight = layer.weights(Chunked)["weight"]
 
-    def first(self, children: Tensor) -> Tensor:
+    def first_poses(self, children: Tensor) -> Tensor:
         return self.layer._normalise(self.layer._sum_of_votes_in_planes(children) / self.layer.out_caps)
 
-    def read(self, children: Tensor) -> List[Tensor]:
+    def read_children(self, inputs: List[Tensor], read: int) -> List[Tensor]:
         """All votes, as chunks ``[n, j, i, e]`` of the children, each computed and moved while it is in the cache."""
         layer = self.layer
-        poses = layer._child_poses(children).flatten(2).transpose(0, 1)  # [i, n, d]
+        poses = layer._child_poses(inputs[read]).flatten(2).transpose(0, 1)  # [i, n, d]
         shape = (layer.out_caps, layer.out_dim)
-        votes = layer.positions(children) * layer.num_children * layer.out_caps * layer.out_dim
+        votes = layer.positions(inputs[read]) * layer.num_children * layer.out_caps * layer.out_dim
         count = -(-votes // TUNING.idpa_chunk_votes)
         chunks = zip(poses.chunk(count), self.weight.chunk(count), strict=True)
         return [torch.bmm(x, w).unflatten(2, shape).permute(1, 2, 0, 3) for x, w in chunks]
 
     def iterate(
-        self, given: List[Tensor], parents: Tensor, need_couplings: bool
-    ) -> Tuple[Tensor, Optional[Tensor]]:
+        self, children: List[Tensor], parents: Tensor, fresh: bool, need_couplings: bool
+    ) -> Tuple[Tensor, Optional[Tensor], None]:
         """Couplings sum to 1 over the parents, so chunks of the children are independent."""
         sums: List[Tensor] = []
         couplings: List[Tensor] = []
-        for votes in given:
+        for votes in children:
             some, c = iteration(votes, parents, self.layer.scale)
             sums.append(some)
             couplings.append(c)
         total = sums[0]
         for some in sums[1:]:
             total = total + some
-        return self.layer._normalise(total), torch.cat(couplings, dim=2) if need_couplings else None
+        return self.layer._normalise(total), torch.cat(couplings, dim=2) if need_couplings else None, None
 
 
 class Masked(Iterated):
@@ -266,22 +230,22 @@ class Masked(Iterated):
         super().__init__(layer, call)
         self.mask = layer.weights(Masked)["mask"].to(call.dtype)
 
-    def read(self, children: Tensor) -> List[Tensor]:
+    def read_children(self, inputs: List[Tensor], read: int) -> List[Tensor]:
         """All votes, ``[n, i, p*j*r]``."""
-        rows = self.layer._rows_of_votes(children)
+        rows = self.layer._rows_of_votes(inputs[read])
         return [rows.reshape(self.layer.num_children, -1, len(self.mask)).transpose(0, 1)]
 
     def iterate(
-        self, given: List[Tensor], parents: Tensor, need_couplings: bool
-    ) -> Tuple[Tensor, Optional[Tensor]]:
-        layer, votes = self.layer, given[0]
+        self, children: List[Tensor], parents: Tensor, fresh: bool, need_couplings: bool
+    ) -> Tuple[Tensor, Optional[Tensor], None]:
+        layer, votes = self.layer, children[0]
         p, j, r = layer.rows, layer.out_caps, layer.cols
         rows = (parents * layer.scale).reshape(-1, j, p, r).transpose(1, 2).reshape(-1, len(self.mask), 1)
         agreement = torch.bmm(votes, (rows * self.mask).to(votes.dtype))  # [n, i, j]
         couplings = couplings_of(agreement.transpose(1, 2), votes.dtype)
         sums = (torch.bmm(couplings, votes) * self.mask.t()).sum(dim=1)  # [n, p*j*r]
         sums = sums.reshape(-1, p, j, r).transpose(1, 2).reshape(-1, j, p * r)
-        return layer._normalise(sums), couplings if need_couplings else None
+        return layer._normalise(sums), couplings if need_couplings else None, None
 
 
 class Fused(Iterated):
@@ -313,22 +277,22 @@ class Fused(Iterated):
             self.norm = ("layer", norm.weight, norm.bias, norm.eps)
         self.keep = call.grad
 
-    def first(self, children: Tensor) -> Tensor:
+    def first_poses(self, children: Tensor) -> Tensor:
         layer = self.layer
         return self._finished(fused_norm(layer._sum_of_votes(children), 1.0 / layer.out_caps, *self.norm))
 
-    def read(self, children: Tensor) -> List[Tensor]:
-        return [self.layer._child_grid(children).to(self.dtype).contiguous()]
+    def read_children(self, inputs: List[Tensor], read: int) -> List[Tensor]:
+        return [self.layer._child_grid(inputs[read]).to(self.dtype).contiguous()]
 
     def iterate(
-        self, given: List[Tensor], parents: Tensor, need_couplings: bool
-    ) -> Tuple[Tensor, Optional[Tensor]]:
+        self, children: List[Tensor], parents: Tensor, fresh: bool, need_couplings: bool
+    ) -> Tuple[Tensor, Optional[Tensor], None]:
         layer = self.layer
         options = (need_couplings, self.keep, layer.scale, layer.kernel_size, layer.stride)
         poses, couplings, _ = fused_pass(
-            given[0], self.weight, parents.to(self.dtype), *options, *self.norm, self.fresh
+            children[0], self.weight, parents.to(self.dtype), *options, *self.norm, fresh
         )
-        return self._finished(poses), couplings.transpose(1, 2) if need_couplings else None
+        return self._finished(poses), couplings.transpose(1, 2) if need_couplings else None, None
 
     def _finished(self, poses: Tensor) -> Tensor:
         return self.layer._normalise(poses) if self.norm[0] == "none" else poses

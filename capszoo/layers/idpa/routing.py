@@ -1,17 +1,26 @@
-"""Procedure 1 of the paper, line by line: the reference."""
+"""The paper's procedures: one iteration, line by line (Procedure 1), and all iterations of one layer (Procedure 2)."""
 
 import math
-from typing import Optional, Tuple
+from typing import List, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .._precision import upcast_half
+from ..engine import Routed
 
 torch.fx.wrap("upcast_half")
 
-__all__ = ["agreement_of", "couplings_of", "idpa_routing", "iteration", "normalised", "weighted_sum"]
+__all__ = [
+    "Procedure",
+    "agreement_of",
+    "couplings_of",
+    "idpa_routing",
+    "iteration",
+    "normalised",
+    "weighted_sum",
+]
 
 
 def agreement_of(votes: Tensor, parents: Tensor) -> Tensor:
@@ -49,6 +58,77 @@ def normalised(couplings: Tensor) -> Tensor:
     return couplings / couplings.sum(dim=-1, keepdim=True).clamp(min=1e-30)
 
 
+class Procedure:
+    """All iterations of one layer, in steps that a layer (the reference) or an engine has as methods.
+
+    Iteration s reads its children's iteration s-1 (Procedure 2, line 8), the first reads iteration 1 (line 6).
+    """
+
+    #: whether the first iteration is a sum of votes: the parents start at zero, and there are no activations
+    folds: bool
+    #: whether capsules have activations (ablation C)
+    activations: bool
+
+    def first_poses(self, children: Tensor) -> Tensor:
+        """Poses ``[n, j, e]`` after an iteration in which all parents are zero: no vote is formed."""
+        raise NotImplementedError
+
+    def read_children(self, inputs: List[Tensor], read: int) -> List[Tensor]:
+        """Tensors shared by all iterations over the children's iteration ``read`` (from 0), such as the votes."""
+        raise NotImplementedError
+
+    def first_parents(self, inputs: List[Tensor], children: List[Tensor]) -> Tensor:
+        """The parents before the first iteration, ``[n, j, e]``, where it is no sum of votes."""
+        raise NotImplementedError
+
+    def iterate(
+        self, children: List[Tensor], parents: Tensor, fresh: bool, need_couplings: bool
+    ) -> Tuple[Tensor, Optional[Tensor], Optional[Tensor]]:
+        """Procedure 1.
+
+        Args:
+            children: from :meth:`read_children`.
+            parents: poses of the previous iteration, ``[n, j, e]``.
+            fresh: whether the iteration before had other children.
+            need_couplings: return the couplings too.
+
+        Returns:
+            Poses ``[n, j, e]``; couplings ``[n, j, i]``, undefined unless requested; activations ``[n, j]`` or None.
+        """
+        raise NotImplementedError
+
+    def all_iterations(self, inputs: List[Tensor], num_iters: int, need_couplings: bool) -> Routed:
+        """Poses, activations and the last couplings of n independent routings.
+
+        Args:
+            inputs: the children's poses after each of their iterations, then (ablation C) their activations.
+            num_iters: iterations.
+            need_couplings: whether to return the last couplings.
+        """
+        given = len(inputs) // 2 if self.activations else len(inputs)
+        poses: List[Tensor] = []
+        active: List[Tensor] = []
+        couplings: Optional[Tensor] = None
+        children: List[Tensor] = []
+        last = -1
+        for s in range(num_iters):  # from 0
+            if s == 0 and self.folds:
+                poses.append(self.first_poses(inputs[0]))
+            else:
+                read = min(max(s - 1, 0), given - 1)
+                fresh = read != last
+                if fresh:
+                    last, children = read, self.read_children(inputs, read)
+                parents = poses[s - 1] if s > 0 else self.first_parents(inputs, children)
+                new, couplings, activation = self.iterate(
+                    children, parents, fresh, need_couplings and s == num_iters - 1
+                )
+                poses.append(new)
+                if activation is not None:
+                    active.append(activation)
+        return Routed(poses, active, couplings if need_couplings else None)
+
+
 def idpa_routing(
     votes: Tensor,
     num_iters: int = 2,
@@ -61,7 +141,7 @@ def idpa_routing(
 ) -> Tuple[Tensor, Tensor]:
     """Route the votes of one layer with fixed children (Procedure 1, ``num_iters`` times).
 
-    The layers do the same across layers (Procedure 2).
+    The layers route across layers (:class:`Procedure`).
 
     Args:
         votes: ``[b, j, i, e]``.
