@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, library, nn
 
 from ._autograd import count_as_reference, refuse_second_gradient
-from ._native import does_not_build, not_native
+from ._native import does_not_build, no_compiler
 from ._native.build import load
 from ._native.call import arguments, in_threads
 from ._precision import is_tracing, is_transformed, working_type
@@ -57,7 +57,7 @@ class StridedConv2d(nn.Conv2d):
             and self.groups == 1
             and self.stride[0] == self.stride[1] > 1
             and self.kernel_size[0] == self.kernel_size[1] >= TUNING.strided_conv_min_kernel
-            and not not_native(torch.float32)
+            and not no_compiler(torch.float32)
             and not does_not_build("tap_sums", torch.float32)
         )
 

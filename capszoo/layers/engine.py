@@ -93,19 +93,21 @@ class Engine:
             NAMES.add(cls.name)
 
     @classmethod
-    def unsupported(cls, layer: "RoutingLayer", call: Call) -> str:
-        """What it needs to compute this call: "needs ..." without numbers; empty if it can."""
-        return ""
+    def refusal(cls, layer: "RoutingLayer", call: Call, forced: bool = False) -> str:
+        """Why it is not chosen for this call: "needs ..." without numbers; empty if it is.
 
-    @classmethod
-    def unprofitable(cls, layer: "RoutingLayer", call: Call) -> str:
-        """What it needs to pay: "needs ...", naming the threshold as ``TUNING.<name>``; empty if it does."""
-        return ""
-
-    @classmethod
-    def not_built(cls, layer: "RoutingLayer", call: Call) -> str:
-        """Reason why code that is compiled on first use cannot be had, after an attempt; empty if it exists."""
-        return ""
+        A subclass adds, in this order: what it needs to compute the call; unless it is ``forced`` by its name, what it
+        needs to pay, naming the threshold as ``TUNING.<name>``; code that is compiled on first use, which it tries.
+        """
+        if call.mode not in cls.modes:
+            return "needs another mode (of eager, compiled, graph)"
+        if cls.devices and call.device not in cls.devices:
+            return "needs another device"
+        if call.routings == 0:
+            return "needs at least one image"
+        if forced or call.target in cls.targets or not (cls.targets or call.target):
+            return ""
+        return "needs a graph for its target" if cls.targets else "needs a call outside of exported graphs"
 
     @classmethod
     def prepare(cls, layer: "RoutingLayer") -> Dict[str, Tensor]:
@@ -117,26 +119,6 @@ class Engine:
         """Compute the routing; ``inputs`` as in :meth:`RoutingLayer.reference`."""
         raise NotImplementedError
 
-    @classmethod
-    def cannot(cls, layer: "RoutingLayer", call: Call) -> str:
-        """Reason why it cannot be used: mode, device, an empty batch, :meth:`unsupported`."""
-        if call.mode not in cls.modes:
-            return "needs another mode (of eager, compiled, graph)"
-        if cls.devices and call.device not in cls.devices:
-            return "needs another device"
-        if call.routings == 0:
-            return "needs at least one image"
-        return cls.unsupported(layer, call)
-
-    @classmethod
-    def does_not_pay(cls, layer: "RoutingLayer", call: Call) -> str:
-        """Reason why it is not chosen: target, :meth:`unprofitable`, :meth:`not_built`."""
-        if call.target not in cls.targets and (cls.targets or call.target):
-            return (
-                "needs a graph for its target" if cls.targets else "needs a call outside of exported graphs"
-            )
-        return cls.unprofitable(layer, call) or cls.not_built(layer, call)
-
 
 class Reference(Engine):
     """The paper's procedure as the layer states it; refuses nothing."""
@@ -146,11 +128,7 @@ class Reference(Engine):
     modes = ("eager", "compiled", "graph")
 
     @classmethod
-    def cannot(cls, layer: "RoutingLayer", call: Call) -> str:
-        return ""
-
-    @classmethod
-    def does_not_pay(cls, layer: "RoutingLayer", call: Call) -> str:
+    def refusal(cls, layer: "RoutingLayer", call: Call, forced: bool = False) -> str:
         return ""
 
     @classmethod
@@ -211,19 +189,19 @@ class RoutingLayer(ForwardMethods):
         mode = "graph" if is_tracing(x) else mode
         routings, children, parents, child_dim, parent_dim = self.sizes(inputs)
         return Call(
-            mode,
-            STATE.target,
-            STATE.device or x.device.type,
-            working_type(x),
-            torch.is_grad_enabled(),
-            need_couplings,
-            routings if mode == "graph" else routings * x.shape[0],
-            children,
-            parents,
-            child_dim,
-            parent_dim,
-            num_iters,
-            self.child_iterations(inputs),
+            mode=mode,
+            target=STATE.target,
+            device=STATE.device or x.device.type,
+            dtype=working_type(x),
+            grad=torch.is_grad_enabled(),
+            couplings=need_couplings,
+            routings=routings if mode == "graph" else routings * x.shape[0],
+            children=children,
+            parents=parents,
+            child_dim=child_dim,
+            parent_dim=parent_dim,
+            num_iters=num_iters,
+            child_iters=self.child_iterations(inputs),
         )
 
     @torch.jit.unused
@@ -275,10 +253,10 @@ def choose(layer: RoutingLayer, call: Call) -> Type[Engine]:
     """The first engine that is forced and can compute the call, else the first that can and pays."""
     for name in STATE.names:
         for engine in layer.engines:
-            if engine.name == name and not engine.cannot(layer, call) and not engine.not_built(layer, call):
+            if engine.name == name and not engine.refusal(layer, call, True):
                 return engine
     for engine in layer.engines:
-        if not engine.cannot(layer, call) and not engine.does_not_pay(layer, call):
+        if not engine.refusal(layer, call):
             return engine
     return Reference
 

@@ -54,7 +54,7 @@ class Choice:
         for engine in self.layer.engines:
             if engine is self.engine:
                 break
-            reason = engine.cannot(self.layer, self.call) or engine.does_not_pay(self.layer, self.call)
+            reason = engine.refusal(self.layer, self.call)
             for field, value in vars(TUNING).items():
                 reason = reason.replace(f"TUNING.{field}", f"TUNING.{field} ({value:,})")
             reasons[engine.name] = reason or "another was forced"

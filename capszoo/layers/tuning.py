@@ -1,6 +1,6 @@
 """The measured thresholds of the engines, in one place.
 
-An engine's ``unprofitable`` compares with them and names them in its reason. docs/dev/engines.md has the
+An engine's ``refusal`` compares with them and names them in its reason. docs/dev/engines.md has the
 measurements, with command and machine, under the headings that comments below name. "Not on record" means that no
 measurement of the value itself is kept.
 """
@@ -39,8 +39,7 @@ class Tuning:
 
     # Dynamic routing. "Dynamic routing: blocked" (Intel Xeon, scripts not in the repository) has block_votes: no gain
     # below 2^21. Not on record: blocked_min_votes and blocked_max_image_votes (only that blocks of one or two images
-    # gained nothing), native_min_routings (the width of a vector), half_min_child_dim ("Dynamic routing: float32" has
-    # whole models)
+    # gained nothing), native_min_routings (the width of a vector), half_min_child_dim
     #: elements of the votes from which they are routed for some images at a time
     dynamic_blocked_min_votes: int = 1 << 20
     #: elements of the votes of an image up to which they are: blocks of few images read all weights for each block

@@ -126,7 +126,7 @@ def test_children_and_weights_of_different_types() -> None:
     layer = layers.FCIDPA(6, 3, 4)
     fused = next(engine for engine in layer.engines if engine.name == "fused")
     call = layer.describe([torch.zeros(2, 6, 4, dtype=torch.bfloat16)], 2, False)
-    assert fused.unsupported(layer, call) == "needs children and weights of one type"
+    assert fused.refusal(layer, call, True) == "needs children and weights of one type"
 
 
 # Compiled for compute capability 9.0, which needs Triton and its own ptxas, but no GPU.

@@ -188,18 +188,18 @@ class Recompute(Engine):
         return layer.bn, layer.squash
 
     @classmethod
-    def unsupported(cls, layer: Any, call: Call) -> str:
+    def refusal(cls, layer: Any, call: Call, forced: bool = False) -> str:
+        if reason := super().refusal(layer, call, forced):
+            return reason
         if call.dtype not in cls.atol:
             return "needs float32 or float64: half precision is squashed in float32"
         modules = cls.modules(layer)
         if call.routings == 1 and any(m.training for m in modules if isinstance(m, nn.BatchNorm2d)):
             return "needs more than one value per channel, for BatchNorm in training"
-        return "" if all(_is_known(module) for module in modules) else cls.altered
-
-    @classmethod
-    def unprofitable(cls, layer: Any, call: Call) -> str:
+        if not all(_is_known(module) for module in modules):
+            return cls.altered
         elements = call.routings * call.children * call.child_dim
-        if not call.grad and elements < TUNING.capconv_recompute_min_elements:
+        if not forced and not call.grad and elements < TUNING.capconv_recompute_min_elements:
             return "needs gradients, or at least TUNING.capconv_recompute_min_elements elements"
         return ""
 
@@ -220,8 +220,8 @@ class RecomputeBranches(Recompute):
         return layer.master_bn, layer.aide_bn, layer.squash
 
     @classmethod
-    def unsupported(cls, layer: Any, call: Call) -> str:
-        reason = super().unsupported(layer, call)
+    def refusal(cls, layer: Any, call: Call, forced: bool = False) -> str:
+        reason = super().refusal(layer, call, forced)
         if not reason and not layer.children_are_plain():
             return cls.altered
         if not reason and layer.coefficients != "both":
@@ -249,15 +249,15 @@ class OneConvolution(Engine):
     devices = ("cpu",)
 
     @classmethod
-    def unsupported(cls, layer: Any, call: Call) -> str:
+    def refusal(cls, layer: Any, call: Call, forced: bool = False) -> str:
+        if reason := super().refusal(layer, call, forced):
+            return reason
         master, skip = layer.type1.conv, layer.skip
         known = type(master) is CapGroupConv2d and type(skip) is XavierConv2d
-        if known and all(is_plain(module) for module in (master, skip, layer.type1)):
+        if not known or not all(is_plain(module) for module in (master, skip, layer.type1)):
+            return "needs the original convolutions, without hooks"
+        if forced:
             return ""
-        return "needs the original convolutions, without hooks"
-
-    @classmethod
-    def unprofitable(cls, layer: Any, call: Call) -> str:
         if not call.grad:
             return "needs gradients"
         if call.child_dim > TUNING.capconv_one_convolution_max_child_dim:

@@ -9,7 +9,7 @@ from typing import Any, List, Optional
 import torch
 from torch import Tensor
 
-from .._native import does_not_build, not_native, too_few_votes
+from .._native import not_native
 from .._native.dynamic_ops import MAX_DIM, dynamic_in_lanes, dynamic_sizes
 from .._native.ops import grouped, ungrouped
 from .._precision import upcast_half, wide_type
@@ -18,7 +18,7 @@ from ..tuning import TUNING
 from .blocked import Blocks, route_votes
 from .routing import dynamic_routing, shared_dynamic_routing
 
-__all__ = ["Blocked", "Float32", "Native", "SharedFloat32"]
+__all__ = ["Blocked", "Native", "SharedFloat32"]
 
 _HALF = (torch.float16, torch.bfloat16)
 _NO_VOTES = "needs more than one iteration: the first forms no votes"
@@ -56,13 +56,15 @@ class Blocked(Engine):
     devices = ("cpu",)
 
     @classmethod
-    def unsupported(cls, layer: Any, call: Call) -> str:
+    def refusal(cls, layer: Any, call: Call, forced: bool = False) -> str:
+        if reason := super().refusal(layer, call, forced):
+            return reason
         if call.mode == "compiled" and not call.grad:
             return "needs gradients: without them, a compiled graph would unroll its blocks"
-        return _NO_VOTES if call.num_iters == 1 else other_type(layer, call)
-
-    @classmethod
-    def unprofitable(cls, layer: Any, call: Call) -> str:
+        if reason := _NO_VOTES if call.num_iters == 1 else other_type(layer, call):
+            return reason
+        if forced:
+            return ""
         if call.votes < TUNING.dynamic_blocked_min_votes:
             return "needs votes of at least TUNING.dynamic_blocked_min_votes elements"
         if call.votes > call.routings * TUNING.dynamic_blocked_max_image_votes:
@@ -97,25 +99,16 @@ class Native(Engine):
     devices = ("cpu",)
 
     @classmethod
-    def unsupported(cls, layer: Any, call: Call) -> str:
-        if _not_plain(layer):
-            return _not_plain(layer)
+    def refusal(cls, layer: Any, call: Call, forced: bool = False) -> str:
+        if reason := super().refusal(layer, call, forced) or _not_plain(layer) or other_type(layer, call):
+            return reason
         if call.num_iters == 1:
             return _NO_VOTES
         if call.child_dim > MAX_DIM or call.parent_dim > MAX_DIM:
             return "needs poses of no more dimensions than the C++ code is tested for"
-        return other_type(layer, call) or not_native(wide_type(call.dtype))
-
-    @classmethod
-    def unprofitable(cls, layer: Any, call: Call) -> str:
-        if call.routings < TUNING.dynamic_native_min_routings:
+        if not forced and call.routings < TUNING.dynamic_native_min_routings:
             return "needs at least TUNING.dynamic_native_min_routings images or windows"
-        return too_few_votes(call)
-
-    @classmethod
-    def not_built(cls, layer: Any, call: Call) -> str:
-        sizes = dynamic_sizes(call.child_dim, call.parent_dim)
-        return does_not_build("dynamic_pass", wide_type(call.dtype), **sizes)
+        return not_native(call, "dynamic_pass", forced, **dynamic_sizes(call.child_dim, call.parent_dim))
 
     @classmethod
     def route(cls, layer: Any, inputs: List[Tensor], call: Call) -> Routed:
@@ -130,37 +123,8 @@ class Native(Engine):
         return _routed(ungrouped(poses, count), some, call)
 
 
-class Float32(Engine):
-    """On a CPU, for half precision: iterations in float32, since half-precision matmuls first repack their inputs.
-
-    Votes of short poses are formed in float32 too; forming those of long poses costs more than repacking.
-    """
-
-    name = "float32"
-    evidence = "Dynamic routing: float32"
-    devices = ("cpu",)
-
-    @classmethod
-    def unsupported(cls, layer: Any, call: Call) -> str:
-        return other_type(layer, call)
-
-    @classmethod
-    def unprofitable(cls, layer: Any, call: Call) -> str:
-        if call.dtype not in _HALF:
-            return "needs children in half precision"
-        return _NO_VOTES if call.num_iters == 1 else ""
-
-    @classmethod
-    def route(cls, layer: Any, inputs: List[Tensor], call: Call) -> Routed:
-        with torch.autocast("cpu", enabled=False):
-            x, weight = inputs[0].to(_vote_type(call)), layer.weight.to(_vote_type(call))
-            votes = upcast_half(layer.votes_through(x, weight))
-            poses, couplings = dynamic_routing(votes, call.num_iters, layer.softmax_over, layer.start)
-        return _routed(poses, couplings, call)
-
-
 class SharedFloat32(Engine):
-    """:class:`Float32` where transforms are shared over the grid."""
+    """On a CPU without gradients, for half precision: in float32, since half-precision matmuls first repack inputs."""
 
     name = "float32"
     evidence = "Dynamic routing: float32"
@@ -168,16 +132,14 @@ class SharedFloat32(Engine):
     devices = ("cpu",)
 
     @classmethod
-    def unsupported(cls, layer: Any, call: Call) -> str:
-        return other_type(layer, call)
-
-    @classmethod
-    def unprofitable(cls, layer: Any, call: Call) -> str:
-        if call.dtype not in _HALF:
+    def refusal(cls, layer: Any, call: Call, forced: bool = False) -> str:
+        if reason := super().refusal(layer, call, forced) or other_type(layer, call):
+            return reason
+        if not forced and call.dtype not in _HALF:
             return "needs children in half precision"
-        return (
-            "needs a call without gradients: in training, half the memory is worth more" if call.grad else ""
-        )
+        if not forced and call.grad:
+            return "needs a call without gradients: in training, half the memory is worth more"
+        return ""
 
     @classmethod
     def route(cls, layer: Any, inputs: List[Tensor], call: Call) -> Routed:

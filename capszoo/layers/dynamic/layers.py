@@ -14,7 +14,7 @@ from .._modules import at_least, positive, reset_start
 from .._precision import upcast_half
 from ..engine import Engine, Reference, Routed, RoutingLayer
 from ..squash import squash
-from .engines import Blocked, Float32, Native, SharedFloat32
+from .engines import Blocked, Native, SharedFloat32
 from .routing import check_arguments, dynamic_routing, shared_dynamic_routing
 
 __all__ = ["ConvDynamicRouting", "DynamicRouting", "SharedDynamicRouting"]
@@ -74,7 +74,7 @@ class DynamicRouting(_DynamicLayer):
         AssertionError: in ``forward``, the input has another number of channels or children.
     """
 
-    engines: ClassVar[Tuple[Type[Engine], ...]] = (Native, Blocked, Float32, Reference)
+    engines: ClassVar[Tuple[Type[Engine], ...]] = (Native, Blocked, Reference)
 
     def __init__(
         self,

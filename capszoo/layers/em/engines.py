@@ -8,7 +8,7 @@ from typing import Any, Dict, List
 
 from torch import Tensor
 
-from .._native import does_not_build, not_native, too_few_votes
+from .._native import not_native
 from .._native.ops import MAX_TRANSFORM, TRANSFORM_TOO_LARGE, pass_sizes
 from .._precision import upcast_half
 from ..engine import Call, Engine, Routed
@@ -55,9 +55,11 @@ class Chunked(Engine):
     targets = ("onnx_cpu",)
 
     @classmethod
-    def unsupported(cls, layer: Any, call: Call) -> str:
+    def refusal(cls, layer: Any, call: Call, forced: bool = False) -> str:
         # a difference of moments about 0, which are those of large poses, where it should be 0
-        return "needs more than one child, whose votes have a variance" if call.children == 1 else ""
+        if call.children == 1:
+            return "needs more than one child, whose votes have a variance"
+        return super().refusal(layer, call, forced)
 
     @classmethod
     def route(cls, layer: Any, inputs: List[Tensor], call: Call) -> Routed:
@@ -79,10 +81,11 @@ class Blocked(Engine):
     devices = ("cpu",)
 
     @classmethod
-    def unprofitable(cls, layer: Any, call: Call) -> str:
-        if call.votes <= TUNING.em_blocked_min_votes:
+    def refusal(cls, layer: Any, call: Call, forced: bool = False) -> str:
+        reason = super().refusal(layer, call, forced)
+        if not reason and not forced and call.votes <= TUNING.em_blocked_min_votes:
             return "needs votes of more than TUNING.em_blocked_min_votes elements"
-        return ""
+        return reason
 
     @classmethod
     def route(cls, layer: Any, inputs: List[Tensor], call: Call) -> Routed:
@@ -107,19 +110,13 @@ class Native(Engine):
     devices = ("cpu",)
 
     @classmethod
-    def unsupported(cls, layer: Any, call: Call) -> str:
+    def refusal(cls, layer: Any, call: Call, forced: bool = False) -> str:
+        if reason := super().refusal(layer, call, forced):
+            return reason
         if layer.pose_size**2 > MAX_TRANSFORM:
             return TRANSFORM_TOO_LARGE
-        return not_native(call.dtype)
-
-    @classmethod
-    def unprofitable(cls, layer: Any, call: Call) -> str:
-        return too_few_votes(call)
-
-    @classmethod
-    def not_built(cls, layer: Any, call: Call) -> str:
         sizes = pass_sizes(layer.pose_size, layer.pose_size, layer.pose_size, True)
-        return does_not_build("routing_pass", call.dtype, **sizes)
+        return not_native(call, "routing_pass", forced, **sizes)
 
     @classmethod
     def route(cls, layer: Any, inputs: List[Tensor], call: Call) -> Routed:
@@ -145,7 +142,10 @@ class SharedBlocked(Engine):
     devices = ("cpu",)
 
     @classmethod
-    def unprofitable(cls, layer: Any, call: Call) -> str:
+    def refusal(cls, layer: Any, call: Call, forced: bool = False) -> str:
+        reason = super().refusal(layer, call, forced)
+        if reason or forced:
+            return reason
         products = layer.groups * call.child_dim * (call.child_dim + 1) // 2 * call.parent_dim * call.parents
         couplings = call.routings * call.children * call.parents
         if max(products, couplings) <= TUNING.em_shared_block_elements:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from .._layout import block_diagonal
 from .._modules import is_plain
-from .._native import does_not_build, not_native, too_few_votes
+from .._native import not_native
 from .._native.ops import (
     MAX_TRANSFORM,
     TRANSFORM_TOO_LARGE,
@@ -45,8 +45,10 @@ class Iterated(Procedure, Engine):
         self.folds = layer.folds
 
     @classmethod
-    def unsupported(cls, layer: Any, call: Call) -> str:
-        return "needs capsules without activations (ablation C has them)" if layer.activations else ""
+    def refusal(cls, layer: Any, call: Call, forced: bool = False) -> str:
+        if layer.activations:
+            return "needs capsules without activations (ablation C has them)"
+        return super().refusal(layer, call, forced)
 
     @classmethod
     def route(cls, layer: Any, inputs: List[Tensor], call: Call) -> Routed:
@@ -70,11 +72,11 @@ class Blocked(Iterated):
     devices = ("cpu",)
 
     @classmethod
-    def unsupported(cls, layer: Any, call: Call) -> str:
-        return other_type(layer, call) or super().unsupported(layer, call)
-
-    @classmethod
-    def unprofitable(cls, layer: Any, call: Call) -> str:
+    def refusal(cls, layer: Any, call: Call, forced: bool = False) -> str:
+        if reason := super().refusal(layer, call, forced) or other_type(layer, call):
+            return reason
+        if forced:
+            return ""
         iterations = call.num_iters - 1 if layer.folds else call.num_iters
         if iterations == 0:
             return _ONLY_SUM
@@ -108,23 +110,15 @@ class Native(Iterated):
     devices = ("cpu",)
 
     @classmethod
-    def unsupported(cls, layer: Any, call: Call) -> str:
-        if reason := other_type(layer, call):
+    def refusal(cls, layer: Any, call: Call, forced: bool = False) -> str:
+        if reason := super().refusal(layer, call, forced) or other_type(layer, call):
             return reason
         if layer.inner * layer.cols > MAX_TRANSFORM:
             return TRANSFORM_TOO_LARGE
-        return super().unsupported(layer, call) or not_native(wide_type(call.dtype))
-
-    @classmethod
-    def unprofitable(cls, layer: Any, call: Call) -> str:
-        if call.num_iters == int(layer.folds):
+        if not forced and call.num_iters == int(layer.folds):
             return _ONLY_SUM
-        return too_few_votes(call)
-
-    @classmethod
-    def not_built(cls, layer: Any, call: Call) -> str:
         sizes = pass_sizes(layer.rows, layer.inner, layer.cols, False)
-        return does_not_build("routing_pass", wide_type(call.dtype), **sizes)
+        return not_native(call, "routing_pass", forced, **sizes)
 
     def __init__(self, layer: Any, call: Call) -> None:
         super().__init__(layer, call)
@@ -216,10 +210,10 @@ class Masked(Iterated):
     targets = ("onnx_cpu",)
 
     @classmethod
-    def unprofitable(cls, layer: Any, call: Call) -> str:
-        if call.parents > TUNING.idpa_masked_max_parents:
+    def refusal(cls, layer: Any, call: Call, forced: bool = False) -> str:
+        if not forced and call.parents > TUNING.idpa_masked_max_parents:
             return "needs at most TUNING.idpa_masked_max_parents parents"
-        return ""
+        return super().refusal(layer, call, forced)
 
     @classmethod
     def prepare(cls, layer: Any) -> Dict[str, Tensor]:
@@ -255,17 +249,13 @@ class Fused(Iterated):
     evidence = "IDPA: fused"
 
     @classmethod
-    def unsupported(cls, layer: Any, call: Call) -> str:
-        if reason := other_type(layer, call):
+    def refusal(cls, layer: Any, call: Call, forced: bool = False) -> str:
+        if reason := super().refusal(layer, call, forced) or other_type(layer, call):
             return reason
         sizes = (layer.out_caps, layer.rows, layer.inner, layer.cols)
-        return super().unsupported(layer, call) or not_fused(
-            call.device, call.dtype, call.grad, layer.weight, *sizes
-        )
-
-    @classmethod
-    def unprofitable(cls, layer: Any, call: Call) -> str:
-        return _ONLY_SUM if call.num_iters == int(layer.folds) else ""
+        if reason := not_fused(call.device, call.dtype, call.grad, layer.weight, *sizes):
+            return reason
+        return _ONLY_SUM if not forced and call.num_iters == int(layer.folds) else ""
 
     def __init__(self, layer: Any, call: Call) -> None:
         super().__init__(layer, call)

@@ -114,12 +114,12 @@ class VoteFree(Engine):
     devices = ("cpu",)
 
     @classmethod
-    def unsupported(cls, layer: Any, call: Call) -> str:
-        return "" if layer.pose_weight is not None else "needs parents with poses: others get no votes"
-
-    @classmethod
-    def unprofitable(cls, layer: Any, call: Call) -> str:
-        if call.votes < TUNING.self_routing_vote_free_min_votes:
+    def refusal(cls, layer: Any, call: Call, forced: bool = False) -> str:
+        if reason := super().refusal(layer, call, forced):
+            return reason
+        if layer.pose_weight is None:
+            return "needs parents with poses: others get no votes"
+        if not forced and call.votes < TUNING.self_routing_vote_free_min_votes:
             return "needs votes of at least TUNING.self_routing_vote_free_min_votes elements"
         return ""
 
