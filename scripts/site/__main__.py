@@ -1,4 +1,4 @@
-"""The site in `build/site`: developers run it when a page changes.
+"""The site in ``build/site``: developers run it when a page changes.
 
 ``make site``. The pages of docs/ are copied, links that lead out of docs/ are replaced by the name of the file, and
 the generated pages are added: models, command line, Python, changelog, and the files of the page in the browser.
