@@ -107,18 +107,14 @@ def test_eval_measures_a_file_in_int8(digits: Path, tmp_path: Path) -> None:
     noise = torch.randn(32, 1, 10, 10, generator=torch.Generator().manual_seed(16))
     tolerant: dict[str, Any] = {"gate": "quick", "check": False}
     export(net, tmp_path / "i.onnx", precision="int8", calibration=noise, images=noise[:16] * 2, **tolerant)
-    for k in range(10):
-        (tmp_path / "data" / "test").mkdir(parents=True, exist_ok=True)
-        if k < 5:
-            shutil.copytree(digits / "test" / str(k), tmp_path / "data" / "test" / "abcde"[k])
+    for k, name in enumerate("abcde"):
+        shutil.copytree(digits / "test" / str(k), tmp_path / "data" / "test" / name)
     found = _run("eval", tmp_path / "i.onnx", "--data", tmp_path / "data")
     file = OnnxModel(tmp_path / "i.onnx")
     assert found["n"] == 15 and file.stated["precision"] == "int8"
-    answers = predict(file, sorted((tmp_path / "data").rglob("*.png")))
-    right = sum(
-        top.label == path.parent.name
-        for top, path in zip(answers, sorted((tmp_path / "data").rglob("*.png")))
-    )
+    pictures = sorted((tmp_path / "data").rglob("*.png"))
+    answers = zip(predict(file, pictures), pictures, strict=True)
+    right = sum(top.label == picture.parent.name for top, picture in answers)
     assert sum(row[k] for k, row in enumerate(found["confusion"])) == right
 
 
