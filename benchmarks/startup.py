@@ -1,8 +1,7 @@
-"""Seconds that commands take which load no model: developers run it when imports change.
+"""Seconds taken by the commands that load no model: ``python benchmarks/startup.py``.
 
-``python benchmarks/startup.py``. Each command runs in a new process, three times (``--repeats``) after one run that
-fills the disk cache; the table has every time and the peak memory. The budget is half a second; ``--budget`` fails if
-the fastest run exceeds it.
+Each command runs in a new process, three times (``--repeats``) after one run that fills the disk cache; the table has
+every time and the peak memory. The budget is half a second; ``--budget`` fails if the fastest run exceeds it.
 """
 
 from __future__ import annotations

@@ -128,6 +128,7 @@ def unknown_name(kind: str, name: str, valid: Iterable[str]) -> str:
         valid: every valid name.
     """
     options = sorted(set(valid))
+    shown_name = name if len(name) <= 60 else f"{name[:60]}…"
     word, folded = name.casefold(), {option.casefold(): option for option in options}
     close = difflib.get_close_matches(word, folded, n=3, cutoff=0.4)
     if not close:
@@ -135,6 +136,6 @@ def unknown_name(kind: str, name: str, valid: Iterable[str]) -> str:
         close = [option for option in folded if word and (word in option or option in word)][:3]
     close = [folded[option] for option in close]
     if close:
-        return f"unknown {kind} '{name}': did you mean {' or '.join(repr(c) for c in close)}?"
-    shown = ", ".join(options[:12]) + (", …" if len(options) > 12 else "")
-    return f"unknown {kind} '{name}': valid are {shown}"
+        return f"unknown {kind} '{shown_name}': did you mean {' or '.join(repr(c) for c in close)}?"
+    shown = ", ".join(options[:8]) + (", …" if len(options) > 8 else "")
+    return f"unknown {kind} '{shown_name}': valid are {shown}"

@@ -511,7 +511,7 @@ def _apply(tree: dict[str, Any], override: str) -> None:
     try:
         node[last] = read_yaml(text)
     except YamlError as error:
-        raise RecipeError(f"--set {override[:200]}: '{text[:100]}' is not a YAML value ({error})") from error
+        raise RecipeError(f"--set {key}: '{text[:100]}' is not a YAML value ({error})") from error
 
 
 def _merged(tree: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:

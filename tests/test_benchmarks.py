@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from tests.support import load_script
+from tests.support.errors import assert_names, refuses
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +34,7 @@ def test_choice(bench: ModuleType) -> None:
     everything = bench.chosen([])
     assert set(bench.VARIANTS) < set(everything)
     assert bench.chosen(["idpa_cnn*", "idpa_cnn"]) == ["idpa_cnn", "idpa_cnn_cifar100"]
-    with pytest.raises(SystemExit, match="no model matches 'nothing"):
+    with refuses(SystemExit, names=["matches", "nothing"]):
         bench.chosen(["nothing*"])
 
 
@@ -56,7 +57,7 @@ def test_multiply_adds(bench: ModuleType) -> None:
     model, size = bench.build("resnet20_routingpool@layer1")
     assert bench.multiply_adds("resnet20_routingpool@layer1") == pytest.approx((stem + stage) / 1e6)
     assert model(bench.torch.zeros(2, *size)).shape == (2, 16)
-    with pytest.raises(SystemExit, match=r"no stage 'layer9'; the stages are .*layer1"):
+    with refuses(SystemExit, names=["layer9", "layer1"]):
         bench.build("resnet20_routingpool@layer9")
 
 
@@ -167,7 +168,8 @@ def test_two_checkouts_exported(root: Path) -> None:
 def test_a_folder_without_a_checkout_is_refused(root: Path, tmp_path: Path) -> None:
     command = [sys.executable, "benchmarks/versions.py", str(tmp_path), "--models", "resnet20_routingcaps"]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True)
-    assert done.returncode == 2 and "name the folder of another checkout" in done.stderr
+    assert_names(done.stderr, ["folder", "checkout"])
+    assert done.returncode == 2
 
 
 def test_capconv_without_capsules(bench: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,7 +274,7 @@ def test_export_results_of_other_settings_are_not_mixed(exports: ModuleType, tmp
     row = exports.Row("idpa_cnn", 1, 2, 0.0, {"1": {"ms": 1.0, "eager": 2.0, "resnet18": 3.0}})
     exports.write(file, {"idpa_cnn": row}, {"threads": 2})
     assert exports.read(file, {"threads": 2}) == {"idpa_cnn": row}
-    with pytest.raises(SystemExit, match="figures of other settings"):
+    with refuses(SystemExit, names=["figures", "settings"]):
         exports.read(file, {"threads": 1})
     assert exports.read(tmp_path / "none.json", {}) == {}
 
@@ -309,7 +311,7 @@ def test_two_values_of_a_threshold_are_compared(
     monkeypatch.setattr(sys, "argv", ["x", model, "--tuning", "no_such=1"])
     with pytest.raises(SystemExit):
         script.main()
-    assert "expected NAME=NUMBER, NAME one of native_min_votes," in capsys.readouterr().err
+    assert_names(capsys.readouterr().err, ["NAME=NUMBER", "NAME", "native_min_votes"])
 
 
 def test_two_layouts_are_compared(

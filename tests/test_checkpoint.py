@@ -23,6 +23,7 @@ from capszoo.cli.predict import _sha256
 from capszoo.errors import CapszooError, WeightsError
 from capszoo.metadata import Metadata
 from capszoo.summary import summarise
+from tests.support.errors import refuses
 
 NAME = "resnet20_routingcaps.mnist"
 
@@ -166,21 +167,21 @@ def test_weights_of_timm_s_architectures_are_taken_as_they_are(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("argument", "error", "text"),
     [
-        ("no/such/folder", CapszooError, "no such folder or file: check the path$"),
-        ("someone/model-1.0", CapszooError, "or write hf-hub:someone/model-1.0 for a repository of the Hub"),
-        ("local-dir:nowhere", CapszooError, "no such folder or file"),
-        ("nowhere.safetensors", WeightsError, "no such file"),
-        (".", CapszooError, "no weights with their metadata"),
-        ("https://huggingface.co/me/digits", CapszooError, "write hf-hub:me/digits$"),
-        ("http://example.org/x.onnx", CapszooError, "http://example.org/x.onnx is an address: download"),
-        ("gone.onnx", CapszooError, "gone.onnx: no such"),
+        ("no/such/folder", CapszooError, ("folder", "check")),
+        ("someone/model-1.0", CapszooError, "hf-hub:someone/model-1.0"),
+        ("local-dir:nowhere", CapszooError, ("folder", "file")),
+        ("nowhere.safetensors", WeightsError, "file"),
+        (".", CapszooError, ("weights", "metadata")),
+        ("https://huggingface.co/me/digits", CapszooError, "hf-hub:me/digits"),
+        ("http://example.org/x.onnx", CapszooError, "http://example.org/x.onnx"),
+        ("gone.onnx", CapszooError, "gone.onnx"),
     ],
 )
 def test_what_is_not_there_is_one_line(
     argument: str, error: type[Exception], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(error, match=text) as found:
+    with refuses(error, names=text) as found:
         resolve(argument)
     assert "\n" not in str(found.value)
 
@@ -216,9 +217,9 @@ def test_names_without_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     names = [name for name in capszoo.list_models() if name != "caps_head"]  # has no recipe
     untrained = next(name for name in names if not capszoo.list_pretrained(f"{name}.*"))
     assert resolve(untrained).info is None and resolve(untrained).metadata() == Metadata()
-    with pytest.raises(NoWeights, match=f"capszoo train.*{untrained}"):
+    with refuses(NoWeights, names=[untrained]):
         resolve(untrained).create()
-    with pytest.raises(WeightsError, match="no weights file"):
+    with refuses(WeightsError, names=["weights", "file"]):
         resolve(untrained).weights()
     with pytest.raises(capszoo.UnknownModel):
         resolve("resnet20_routingcap").create()
@@ -229,7 +230,7 @@ def test_metadata_are_typed_and_keep_what_they_do_not_know() -> None:
     found = Metadata.read(values, "here")
     assert found.seed == 3 and found.trained.data.name == "mnist" and found.dataset.name == ""
     assert found.model_dump(exclude_unset=True) == values
-    with pytest.raises(CapszooError, match=r"^here: the metadata's metrics\.test\.n is wrong"):
+    with refuses(CapszooError, names=["metrics.test.n"]):
         Metadata.read({"metrics": {"test": {"n": "many"}}}, "here")
 
 
@@ -247,9 +248,7 @@ def test_timm_s_weights_that_cannot_be_downloaded(monkeypatch: pytest.MonkeyPatc
         raise OSError("no connection\nmore about it")
 
     monkeypatch.setattr("capszoo.checkpoint.create_model", offline)
-    with pytest.raises(
-        CapszooError, match=r"^resnet18: the Hub gives no such model \(no connection\): check"
-    ):
+    with refuses(CapszooError, names=["resnet18"]):
         resolve("resnet18").create()
 
 
@@ -263,12 +262,12 @@ def test_a_saved_head_names_its_own_paper(routing: str, papers: bool, tmp_path: 
 
 def test_a_path_is_no_name(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
-    with pytest.raises(capszoo.UnknownModel, match=r"run is a path: use capszoo.load\('.*run'\).net"):
+    with refuses(capszoo.UnknownModel, names=["capszoo.load"]):
         capszoo.create_model(str(tmp_path / "run"))
     (tmp_path / "run" / "config.json").write_text("{}")
-    with pytest.raises(capszoo.UnknownModel, match="run is a path: use local-dir:"):
+    with refuses(capszoo.UnknownModel, names=["path", "local-dir"]):
         capszoo.create_model(str(tmp_path / "run"))
-    with pytest.raises(capszoo.UnknownModel, match="looks like a Hugging Face Hub repo"):
+    with refuses(capszoo.UnknownModel, names=["looks", "Hugging"]):
         capszoo.create_model("me/digits")
 
 
@@ -277,9 +276,7 @@ def test_a_wrong_argument_is_not_blamed_on_the_hub(monkeypatch: pytest.MonkeyPat
         raise ValueError("img_size=(4, 4) is too small")
 
     monkeypatch.setattr("capszoo.checkpoint.create_model", refuse)
-    with pytest.raises(
-        ValueError, match=r"me/digits: img_size=\(4, 4\) is too small: change or leave out img_size$"
-    ):
+    with refuses(ValueError, names=["me/digits", "img_size", "4"]):
         resolve("hf-hub:me/digits").create(img_size=4)
 
 
@@ -297,7 +294,7 @@ def test_offline_metadata_that_exist_are_not_left_out(monkeypatch: pytest.Monkey
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", offline)
     monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_, **__: known[0])
     monkeypatch.setattr(checkpoint, "hub_config", lambda _: SimpleNamespace(model_args={"depth": 8}))
-    with pytest.raises(WeightsError, match="metadata.json, .* run the command once with a connection"):
+    with refuses(WeightsError, names=["metadata.json"]):
         checkpoint._hub_metadata("me/pets")
     known[0] = object()  # the cache knows that the repository has no such file
     assert checkpoint._hub_metadata("me/pets") == {"model_args": {"depth": 8}}

@@ -23,6 +23,7 @@ from capszoo.cli import app
 from capszoo.cli.training import use_cpu
 from capszoo.layers._native.build import compiler
 from tests.support.command import fails, needs_training, run, succeeds, write_run
+from tests.support.errors import assert_names, refuses
 
 MODEL = "resnet20_routingcaps"
 
@@ -48,15 +49,15 @@ def test_list_pretrained() -> None:
 
 
 def test_list_without_a_match() -> None:
-    assert "no model matching 'nosuchthing'" in fails(1, "list", "nosuchthing")
+    fails(1, "list", "nosuchthing", names=["nosuchthing"])
     assert json.loads(succeeds("list", "nosuchthing", "--json")) == []
 
 
 def test_case_does_not_matter_to_a_filter_or_a_suggestion() -> None:
     assert succeeds("list", "MNIST") == succeeds("list", "mnist")
     assert succeeds("list", "*Cnn.Mnist", "--pretrained") == succeeds("list", "*cnn.mnist", "--pretrained")
-    assert "did you mean 'idpa_cnn'" in fails(2, "info", "IDPA_CNN")
-    assert "unknown data set 'MNIST': did you mean 'mnist'" in fails(1, "data", "check", "MNIST")
+    fails(2, "info", "IDPA_CNN", names=["idpa_cnn"])
+    fails(1, "data", "check", "MNIST", names=["MNIST", "mnist"])
 
 
 def test_list_shows_size_data_and_accuracy_and_finds_tags() -> None:
@@ -87,7 +88,7 @@ def test_info() -> None:
 
 def test_info_engines() -> None:
     assert "add --engines" in fails(2, "info", "idpa_resnet", "--training")
-    assert "is no size" in fails(2, "info", "idpa_resnet", "--img-size", "\u00b2")
+    fails(2, "info", "idpa_resnet", "--img-size", "²", names=["size"])
     command = ("info", "idpa_resnet", "--engines", "--batch-size", "32", "--training")
     rows = json.loads(succeeds(*command, "--json"))
     name = "native" if compiler() else "blocked"
@@ -139,12 +140,12 @@ def test_names_that_end_without_a_tag_or_are_too_long_for_a_file(pictures: Path)
     for command in ("info", "predict"):
         files = [pictures] if command == "predict" else []
         line = fails(2, command, "idpa_cnn.", *files)
-        assert "no weights '' for idpa_cnn: it has idpa_cnn.cifar10" in line
-        assert "unknown model 'aaaa" in fails(2, command, "a" * 300, *files)
+        assert_names(line, ["idpa_cnn", "idpa_cnn.cifar10"])
+        fails(2, command, "a" * 300, *files, names=["unknown", "model"])
     for create in (capszoo.load, capszoo.create_model):
-        with pytest.raises(capszoo.UnknownModel, match="no weights '' for idpa_cnn: it has idpa_cnn.cifar10"):
+        with refuses(capszoo.UnknownModel, names=["idpa_cnn", "idpa_cnn.cifar10"]):
             create("idpa_cnn.")
-        with pytest.raises(capszoo.UnknownModel, match="unknown model 'aaaa"):
+        with refuses(capszoo.UnknownModel, names=["unknown", "model"]):
             create("a" * 300)
 
 
@@ -219,7 +220,7 @@ def test_predict_writes_a_table(trained: Path, pictures: Path, tmp_path: Path) -
     assert result.exit_code == 1 and "bad.png" in out.read_text(encoding="utf-8")
     succeeds("predict", trained, pictures, "--out", out)  # an older table is replaced
     assert "bad.png" not in out.read_text(encoding="utf-8")
-    assert "is no .csv file" in fails(2, "predict", trained, pictures, "--out", tmp_path / "a.txt")
+    fails(2, "predict", trained, pictures, "--out", tmp_path / "a.txt", names=["csv", "file"])
 
 
 def test_a_table_that_cannot_be_written_is_refused_before_the_work(
@@ -232,10 +233,10 @@ def test_a_table_that_cannot_be_written_is_refused_before_the_work(
     (tmp_path / "file").touch()
     (tmp_path / "folder.csv").mkdir()
     for out in (tmp_path / "file" / "a.csv", tmp_path / "folder.csv", tmp_path / ("n" * 255 + ".csv")):
-        assert "cannot write to" in fails(1, "predict", trained, pictures, "--out", out)
+        fails(1, "predict", trained, pictures, "--out", out, names=["write"])
     (tmp_path / "labels.csv").write_text("image,label\n")
     line = fails(1, "predict", trained, pictures, "--out", tmp_path / "labels.csv")
-    assert "labels.csv exists and is no table of predictions: choose another --out" in line
+    assert_names(line, ["labels.csv", "--out"])
     assert (tmp_path / "labels.csv").read_text() == "image,label\n"
     table = "image,rank,index,class,probability,score,error\n"
     (tmp_path / "old.csv").write_text(table)
@@ -266,7 +267,7 @@ def test_quiet_and_verbose(trained: Path, pictures: Path, tmp_path: Path) -> Non
     assert plain.stderr.startswith("note: ") and quiet.stderr == ""
     assert quiet.stdout == plain.stdout
     assert not logging.getLogger("capszoo").isEnabledFor(logging.WARNING), "libraries' notes are notes"
-    assert "no such file" in fails(1, "predict", trained, tmp_path / "absent.png", "-q")
+    fails(1, "predict", trained, tmp_path / "absent.png", "-q", names=["file"])
     assert "done in " in run("predict", trained, pictures, "--verbose").stderr
     assert run("predict", trained, pictures).stderr == plain.stderr, "of one call only"
     assert logging.getLogger("capszoo").isEnabledFor(logging.WARNING)
@@ -288,25 +289,25 @@ def test_one_bad_image_does_not_lose_the_others(trained: Path, pictures: Path) -
 
 
 def test_predict_errors(trained: Path, pictures: Path, tmp_path: Path) -> None:
-    assert "missing.png: no such file" in fails(1, "predict", trained, pictures / "missing.png")
-    assert "no images in this folder" in fails(1, "predict", trained, tmp_path)
-    assert "not an image" in fails(1, "predict", trained, pictures / "notes.txt")
+    fails(1, "predict", trained, pictures / "missing.png", names=["missing.png"])
+    fails(1, "predict", trained, tmp_path, names=["images", "folder"])
+    fails(1, "predict", trained, pictures / "notes.txt", names=["image"])
     broken = tmp_path / "broken.png"
     broken.write_bytes((pictures / "a.png").read_bytes()[:60])
     assert "broken.png" in fails(1, "predict", trained, broken)
     assert "topk" in fails(2, "predict", trained, pictures, "--topk", "0")
-    assert "is no size" in fails(2, "predict", trained, pictures, "--img-size", "big")
+    fails(2, "predict", trained, pictures, "--img-size", "big", names=["size"])
 
 
 def test_model_errors(trained: Path, pictures: Path, tmp_path: Path) -> None:
     picture = pictures / "a.png"
     without = next(name for name in capszoo.list_models() if not capszoo.list_pretrained(f"{name}.*"))
-    assert f"no pretrained weights exist for {without}" in fails(1, "predict", without, picture)
-    assert "no weights 'nosuchtag'" in fails(2, "predict", f"{MODEL}.nosuchtag", picture)
-    assert "no such folder" in fails(1, "predict", tmp_path / "missing", picture)
-    assert "no weights with their metadata" in fails(1, "predict", tmp_path, picture)
+    fails(1, "predict", without, picture, names=[without])
+    fails(2, "predict", f"{MODEL}.nosuchtag", picture, names=["nosuchtag"])
+    fails(1, "predict", tmp_path / "missing", picture, names=["folder"])
+    fails(1, "predict", tmp_path, picture, names=["weights", "metadata"])
     misfit = write_run(tmp_path / "misfit", num_classes=3, model_args={"pose_dim": 12, "decoder": False})
-    assert "do not fit" in fails(1, "predict", misfit, picture)
+    fails(1, "predict", misfit, picture, names=["fit"])
     damaged = write_run(tmp_path / "damaged", sha256="0" * 64)
     assert "sha256 differs" in fails(1, "predict", damaged, picture)
     alone = tmp_path / "alone.safetensors"
@@ -353,7 +354,7 @@ def test_kinds_and_styles_of_pictures(
     succeeds("explain", "heatmap", trained, image)  # the numbers are those of the .pdf
     assert Path("heatmap.png").is_file()
     Path("mine.csv").write_text("my predictions")
-    assert "mine.csv exists" in fails(1, "explain", "heatmap", trained, image, "--out", "mine.png")
+    fails(1, "explain", "heatmap", trained, image, "--out", "mine.png", names=["mine.csv"])
     assert Path("mine.csv").read_text() == "my predictions" and not Path("mine.png").exists()
     for suffix in ("pgf", "raw"):
         wrong = fails(2, "explain", "heatmap", trained, image, "--out", f"a.{suffix}")
@@ -365,8 +366,8 @@ def test_kinds_and_styles_of_pictures(
     assert sizes["paper"] == tuple(2 * side for side in sizes["screen"]), "300 dots per inch instead of 150"
     assert sizes["talk"] == sizes["screen"]
     assert Path("talk.png").read_bytes() != Path("screen.png").read_bytes(), "larger text"
-    assert "unknown style 'poster'" in fails(2, "explain", "heatmap", trained, image, "--style", "poster")
-    assert "unknown format 'gif'" in fails(2, "explain", "heatmap", trained, image, "--format", "gif")
+    fails(2, "explain", "heatmap", trained, image, "--style", "poster", names=["poster"])
+    fails(2, "explain", "heatmap", trained, image, "--format", "gif", names=["gif"])
     wrong = fails(2, "explain", "heatmap", trained, image, "--format", "svg", "--out", "a.png")
     assert "a.png is no .svg file" in wrong
 
@@ -375,12 +376,10 @@ def test_explain_errors(trained: Path, pictures: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     picture = pictures / "a.png"
     line = fails(2, "explain", "heatmap", trained, picture, "--class", "dog", "--out", tmp_path / "x.png")
-    assert "no class 'dog': the classes are ant, bee, cat" in line
-    assert "cannot write this kind" in fails(
-        2, "explain", "heatmap", trained, picture, "--out", tmp_path / "x.xyz"
-    )
-    assert "not an image" in fails(
-        1, "explain", "heatmap", trained, pictures / "notes.txt", "--out", tmp_path / "x.png"
+    assert_names(line, ["dog"])
+    fails(2, "explain", "heatmap", trained, picture, "--out", tmp_path / "x.xyz", names=["write", "kind"])
+    fails(
+        1, "explain", "heatmap", trained, pictures / "notes.txt", "--out", tmp_path / "x.png", names=["image"]
     )
     assert "occlusion" in fails(2, "explain", "heatmap", trained, picture, "--method", "occlusions")
     assert not list(tmp_path.iterdir())
@@ -460,22 +459,23 @@ def test_export_leaves_out_what_cannot_be_read(trained: Path, pictures: Path, tm
     (images / "a.png").write_bytes((pictures / "a.png").read_bytes())
     (images / "b.png").write_bytes((pictures / "a.png").read_bytes()[:60])
     line = ("export", trained, "--out", tmp_path / "m.onnx", "--quick", "--verify-data", images)
-    assert "b.png: cannot be read" in fails(1, *line)
+    fails(1, *line, names=["b.png"])
     found = run(*line, "--skip-bad", "--json")
-    assert found.exit_code == 0 and "note: left out: " in found.stderr and "b.png" in found.stderr
+    assert_names(found.stderr, ["note", "left", "b.png"])
+    assert found.exit_code == 0
     assert [d["batch"] for d in json.loads(found.stdout)["comparisons"] if d["probe"] == "images"] == [1]
     (images / "a.png").write_text("no image")
-    assert "none of the 2 images can be read" in fails(1, *line, "--skip-bad")
+    fails(1, *line, "--skip-bad", names=["2", "images"])
 
 
 def test_export_errors(trained: Path, tmp_path: Path) -> None:
-    assert "give a name such as model.onnx" in fails(2, "export", MODEL, "--out", tmp_path / "model.pt")
+    fails(2, "export", MODEL, "--out", tmp_path / "model.pt", names=["model.onnx"])
     for batch in ("4,2,1", "0", "1,2", "many"):
         line = fails(2, "export", trained, "--out", tmp_path / "m.onnx", "--batch-profile", batch)
         assert "invalid" in line
     without = next(name for name in capszoo.list_models() if not capszoo.list_pretrained(f"{name}.*"))
     assert "--no-pretrained" in fails(1, "export", without, "--out", tmp_path / "m.onnx")
-    assert "Missing option" in fails(2, "export", MODEL)
+    fails(2, "export", MODEL, names=["Missing", "option"])
     assert not list(tmp_path.iterdir())
 
 
@@ -555,16 +555,16 @@ def test_devices_that_training_does_not_use_are_refused(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     line = fails(2, "train", f"{MODEL}.mnist", "--device", "cuda:1")
-    assert "the first visible GPU, not cuda:1: set CUDA_VISIBLE_DEVICES=1" in line
-    assert "not MPS: use --device cpu" in fails(2, "train", f"{MODEL}.mnist", "--device", "mps")
+    assert_names(line, ["GPU", "cuda:1", "CUDA_VISIBLE_DEVICES=1"])
+    fails(2, "train", f"{MODEL}.mnist", "--device", "mps", names=["MPS", "--device"])
     assert not use_cpu("cuda") and not use_cpu("cuda:0")
 
 
 def test_devices(pictures: Path, trained: Path) -> None:
     for command in (("predict", trained, pictures), ("explain", "heatmap", trained, pictures / "a.png")):
-        assert "unknown device 'gpu': use auto, cpu, cuda or mps" in fails(2, *command, "--device", "gpu")
+        fails(2, *command, "--device", "gpu", names=["gpu"])
         if not torch.cuda.is_available():
-            assert "there is no device 'cuda' on this machine" in fails(2, *command, "--device", "cuda")
+            fails(2, *command, "--device", "cuda", names=["cuda"])
     succeeds("predict", trained, pictures / "a.png", "--device", "auto")
 
 
@@ -579,9 +579,9 @@ def test_version_and_help() -> None:
 
 
 def test_wrong_usage() -> None:
-    assert "No such command 'nosuch'" in fails(2, "nosuch")
+    fails(2, "nosuch", names=["nosuch"])
     assert "--nosuch" in fails(2, "list", "--nosuch")
-    assert "Missing argument" in fails(2, "predict")
+    fails(2, "predict", names=["Missing", "argument"])
     assert run().exit_code == 2
 
 
@@ -591,7 +591,7 @@ def test_an_unexpected_error_is_one_line_unless_debugged(monkeypatch: pytest.Mon
 
     monkeypatch.setattr("capszoo.cli.zoo.list_rows", broken)
     line = fails(1, "list")
-    assert "KeyError" in line and "--debug shows the traceback" in line
+    assert_names(line, ["KeyError", "--debug"])
     for arguments in (("--debug", "list"), ("list", "--debug")):
         result = run(*arguments)
         assert isinstance(result.exception, KeyError) and result.exit_code != 0
@@ -618,8 +618,8 @@ def test_as_a_process(root: Path, tmp_path: Path) -> None:
 
 @needs_training
 def test_seeds_that_are_no_numbers_or_of_two_recipes_are_refused() -> None:
-    assert "--seeds takes whole numbers with commas" in fails(2, "train", "cnn6.mnist", "--seeds", "0,x")
-    assert "--seeds takes one" in fails(2, "train", "cnn6.mnist", "encapnet6.cifar10", "--seeds", "0")
+    fails(2, "train", "cnn6.mnist", "--seeds", "0,x", names=["--seeds"])
+    fails(2, "train", "cnn6.mnist", "encapnet6.cifar10", "--seeds", "0", names=["--seeds"])
 
 
 @needs_training

@@ -25,6 +25,7 @@ from capszoo.data import DATASETS
 from capszoo.errors import CapszooError
 from tests.support import packed
 from tests.support.command import fails, needs_training, run, succeeds, write_run
+from tests.support.errors import assert_names
 from tests.support.recipes import COUNTS, write_digits
 
 MODEL = "resnet20_routingcaps"
@@ -126,9 +127,9 @@ def test_perturb_takes_dimensions_and_a_range(trained: Path, pictures: Path, tmp
     succeeds("explain", "perturb", *common, "--dims", "0,3", "--dpi", 120)
     with Image.open(out) as large:
         assert large.width == pytest.approx(2 * width, abs=4)
-    assert "no dimension 99" in fails(2, "explain", "perturb", *common, "--dims", "99")
-    assert "are no dimensions" in fails(2, "explain", "perturb", *common, "--dims", "a")
-    assert "--range inf is no finite number" in fails(2, "explain", "perturb", *common, "--range", "inf")
+    fails(2, "explain", "perturb", *common, "--dims", "99", names=["99", "dimension"])
+    fails(2, "explain", "perturb", *common, "--dims", "a", names=["dimensions"])
+    fails(2, "explain", "perturb", *common, "--range", "inf", names=["--range"])
 
 
 def test_explain_takes_a_class_and_how_to_read_an_image(
@@ -222,7 +223,7 @@ def test_check(bundle: Path, tmp_path: Path) -> None:
     text = succeeds("check", bundle)
     assert "sha256 of the files" in text and "failed" not in text
     assert json.loads(succeeds("check", bundle, "--json"))["passed"] is True
-    assert "no bundle" in fails(1, "check", tmp_path)
+    fails(1, "check", tmp_path, names=["bundle"])
 
 
 def test_a_bundle_s_runtimes(bundle: Path, trained: Path, pictures: Path) -> None:  # noqa: F811
@@ -239,9 +240,9 @@ def test_benchmark_a_model(trained: Path, pictures: Path) -> None:  # noqa: F811
     for row in found["timings"]:
         assert row["images_per_second"] == pytest.approx(1e3 * row["batch"] / row["milliseconds"])
     assert "images/s" in succeeds("benchmark", trained, *options)
-    assert "unknown runtime in eagr" in fails(2, "benchmark", trained, "--runtimes", "eagr")
-    assert "is invalid" in fails(2, "benchmark", trained, "--batch-size", "0")
-    assert "is no bundle" in fails(2, "benchmark", trained, pictures)
+    fails(2, "benchmark", trained, "--runtimes", "eagr", names=["unknown", "runtime"])
+    fails(2, "benchmark", trained, "--batch-size", "0", names=["invalid"])
+    fails(2, "benchmark", trained, pictures, names=["bundle"])
 
 
 def test_a_runtime_that_does_not_work_here_is_said(
@@ -256,7 +257,8 @@ def test_a_runtime_that_does_not_work_here_is_said(
     monkeypatch.setattr(torch, "compile", broken)
     options = ("--runtimes", "eager,compiled", "--batch-size", "1", "--repeats", 1, "--device", "cpu")
     found = run("benchmark", trained, *options)
-    assert found.exit_code == 0 and "note: compiled was not timed: no compiler here" in found.stderr
+    assert_names(found.stderr, ["compiled", "compiler"])
+    assert found.exit_code == 0
 
 
 def _write_digits(root: Path, folder: Path) -> Path:
@@ -297,10 +299,11 @@ def test_compare_two_models(root: Path, tmp_path: Path, monkeypatch: pytest.Monk
     assert found["n"] == COUNTS["train"] != COUNTS["test"]
     monkeypatch.setenv("CAPSZOO_DATA", str(tmp_path))
     text = run("compare", *names, *options, "--json")
-    assert json.loads(text.stdout)["agreement"] is None and "MNIST (test) not found" in text.stderr
+    assert_names(text.stderr, ["MNIST"])
+    assert json.loads(text.stdout)["agreement"] is None
     text = succeeds("compare", *names, *options)
     assert "not measured; MNIST (test) not found" in text
-    assert "MNIST (test) not found" in fails(1, "compare", *names, *options, "--dataset", "mnist")
+    fails(1, "compare", *names, *options, "--dataset", "mnist", names=["MNIST"])
 
 
 @needs_training
@@ -332,8 +335,8 @@ def test_compare_takes_a_run_beside_the_weights_of_its_name(
 
 def test_compare_needs_two_models() -> None:
     assert "OTHER" in fails(2, "compare", "idpa_resnet")
-    assert "same weights" in fails(2, "compare", "idpa_resnet", "idpa_resnet")
-    assert "same weights" in fails(2, "compare", "idpa_cnn.mnist", "idpa_cnn")
+    fails(2, "compare", "idpa_resnet", "idpa_resnet", names=["weights"])
+    fails(2, "compare", "idpa_cnn.mnist", "idpa_cnn", names=["weights"])
 
 
 # -- recipes, data, doctor --------------------------------------------------------------------------------------------
@@ -343,16 +346,16 @@ def test_compare_needs_two_models() -> None:
 def test_recipes(tmp_path: Path) -> None:
     rows = json.loads(succeeds("recipes", "list", "idpa_cnn", "--json"))
     assert {"idpa_cnn.mnist"} <= {row["name"] for row in rows} and all(row["epochs"] for row in rows)
-    assert "no recipe matching 'nosuch'" in fails(1, "recipes", "list", "nosuch")
+    fails(1, "recipes", "list", "nosuch", names=["nosuch"])
     assert "# capszoo train idpa_cnn.mnist" in succeeds("recipes", "show", "idpa_cnn.mnist")
     assert "epochs: 9\n" in succeeds("recipes", "show", "idpa_cnn.mnist", "--set", "epochs=9")
     own = tmp_path / "my.yaml"
     succeeds("recipes", "copy", "idpa_cnn.mnist", own)
-    assert "exists already" in fails(1, "recipes", "copy", "idpa_cnn.mnist", own)
+    fails(1, "recipes", "copy", "idpa_cnn.mnist", own, names=["exists"])
     assert "keys and values are valid; idpa_cnn on mnist, 5 epochs" in succeeds("recipes", "validate", own)
     own.write_text(own.read_text(encoding="utf-8").replace("epochs: 5", "epochs: five"))
     assert "epochs" in fails(2, "recipes", "validate", own)
-    assert "did you mean" in fails(2, "recipes", "show", "idpa_cnn.mnis")
+    fails(2, "recipes", "show", "idpa_cnn.mnis", names=["idpa_cnn.mnist"])
 
 
 @needs_training
@@ -365,7 +368,7 @@ def test_a_recipe_that_cannot_be_written_leaves_nothing(
     own = tmp_path / "my.yaml"
     with monkeypatch.context() as patch:
         patch.setattr(Path, "write_bytes", full)
-        assert "No space left" in fails(1, "recipes", "copy", "idpa_cnn.mnist", own)
+        fails(1, "recipes", "copy", "idpa_cnn.mnist", own, names=["space", "left"])
     succeeds("recipes", "copy", "idpa_cnn.mnist", own)
 
 
@@ -382,22 +385,22 @@ def test_options_that_contradict_each_other_are_refused(tmp_path: Path, pictures
         found = fails(2, "finetune", MODEL, "--data", pictures, option, 3, "--set", line)
         assert f"--set {line} and {option} exclude each other" in found
     head = ("--backbone", "resnet18", "--head", "idpa", "--set", "model_args.routing=em")
-    assert "routing=em and --head exclude" in fails(2, "finetune", "--data", pictures, *head)
+    fails(2, "finetune", "--data", pictures, *head, names=["routing=em", "--head"])
     found = fails(2, "train", "idpa_cnn.mnist", "--batch-size", 3, "--set", "batch_size=9")
     assert "--set batch_size=9 and --batch-size exclude each other" in found
     files = tmp_path, tmp_path / "out", "--accuracies", tmp_path / "nosuch.json"
-    assert "--device has no effect with" in fails(2, "data", "h-imagenet", *files, "--device", "cuda")
-    assert "unknown device 'gpu'" in fails(2, "data", "h-imagenet", *files, "--device", "gpu")
-    assert "nosuch.json: No such file or directory: check the path" in fails(1, "data", "h-imagenet", *files)
+    fails(2, "data", "h-imagenet", *files, "--device", "cuda", names=["--device"])
+    fails(2, "data", "h-imagenet", *files, "--device", "gpu", names=["gpu"])
+    fails(1, "data", "h-imagenet", *files, names=["nosuch.json"])
     for levels in (("-q", "-v"), ("-qv",), ("--quiet", "--verbose")):
-        assert "--quiet and --verbose exclude each other" in fails(2, "list", *levels)
-    assert "-vv has no more effect than -v: give -v" in fails(2, "list", "-vv")
+        fails(2, "list", *levels, names=["--quiet", "--verbose"])
+    fails(2, "list", "-vv", names=["-vv", "-v"])
 
 
 def test_a_cluster_is_not_started_for_a_wrong_option(tmp_path: Path, pictures: Path) -> None:  # noqa: F811
     job = ("predict", MODEL, pictures, "--ray", "local", "--out", tmp_path / "found.parquet")
-    assert "unknown runtime 'onx': did you mean 'onnx'" in fails(2, *job, "--runtime", "onx")
-    assert "no background 'red': use black or white" in fails(2, *job, "--background", "red")
+    fails(2, *job, "--runtime", "onx", names=["onx", "onnx"])
+    fails(2, *job, "--background", "red", names=["red"])
 
 
 def test_a_space_can_be_published_again_after_a_failure(
@@ -410,14 +413,12 @@ def test_a_space_can_be_published_again_after_a_failure(
     with monkeypatch.context() as patch:
         patch.setattr("capszoo.app.space.upload_space", refuse)
         for _ in range(2):
-            assert "give the command again" in fails(1, *call)
+            fails(1, *call, names=["command"])
             assert not list(tmp_path.iterdir())
     succeeds(*call, "--dry-run")
     assert (tmp_path / "space" / "app.py").is_file()
-    assert "space exists already" in fails(2, *call, "--dry-run")
-    assert "'no-slash' is no name of a repository" in fails(
-        2, "publish", MODEL, "no-slash", "--space", "--dry-run"
-    )
+    fails(2, *call, "--dry-run", names=["space", "exists"])
+    fails(2, "publish", MODEL, "no-slash", "--space", "--dry-run", names=["no-slash"])
 
 
 @pytest.mark.parametrize("closed", ["<&- >&-", "2>&-"])
@@ -442,24 +443,23 @@ def test_a_dry_run_prints_settings_and_time() -> None:
     found = run("train", "capsnet_em_norb_small.mnist", *settings)
     assert found.exit_code == 0, found.output
     assert "epochs: 2\n" in found.stdout and "batch_size: 8\n" in found.stdout
-    assert "80 images x 2 epochs = 20 updates: about" in found.stderr and "images/s on cpu" in found.stderr
+    assert_names(found.stderr, ["80", "2", "20", "updates", "images/s"])
     assert "without torch.compile" not in found.stderr
     staged = ("--set", "compile=true", "--set", "stages=[{size: 20, epochs: 1}]")
     unlike = run("train", "capsnet_em_norb_small.mnist", *settings, *staged).stderr
     assert "; timed without torch.compile and all epochs at the full image size; evaluation" in unlike
     unbuilt = run("train", "encapnet_v1.h_imagenet", "--device", "cpu", "--dry-run")
-    assert (
-        unbuilt.exit_code == 0 and "note: no estimate: the number of classes of h_imagenet" in unbuilt.stderr
-    )
+    assert_names(unbuilt.stderr, ["h_imagenet"])
+    assert unbuilt.exit_code == 0
 
 
 def test_data(tmp_path: Path) -> None:
     rows = json.loads(succeeds("data", "list", "--json"))
     assert {"mnist", "cifar10", "imagefolder:…"} <= {row["name"] for row in rows}
     assert "60,000" in succeeds("data", "list")
-    assert "unknown data set 'mnst': did you mean 'mnist'" in fails(1, "data", "check", "mnst")
-    assert "cannot be fetched" in fails(1, "data", "fetch", "h_imagenet", "--to", tmp_path)
-    assert "give --accuracies or --weights" in fails(2, "data", "h-imagenet", tmp_path, tmp_path / "out")
+    fails(1, "data", "check", "mnst", names=["mnst", "mnist"])
+    fails(1, "data", "fetch", "h_imagenet", "--to", tmp_path, names=["fetched"])
+    fails(2, "data", "h-imagenet", tmp_path, tmp_path / "out", names=["--accuracies", "--weights"])
 
 
 def test_doctor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -475,7 +475,7 @@ def test_doctor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_messages_hold_names_as_they_are(tmp_path: Path) -> None:
     """Rich would print `:cat:` as a picture of a cat."""
     folder = tmp_path / "a:cat:b"
-    assert f"{folder}: no such file" in fails(1, "predict", MODEL, folder)
+    fails(1, "predict", MODEL, folder, names=[folder])
 
 
 def test_files_that_are_no_models_get_the_way_on(tmp_path: Path) -> None:
@@ -485,8 +485,8 @@ def test_files_that_are_no_models_get_the_way_on(tmp_path: Path) -> None:
     for command in (["predict", other, tmp_path], ["finetune", other, "--data", tmp_path], ["eval", other]):
         line = fails(1, *command)
         assert f"checkpoint_path='{other}'" in line and "save_for_hf" in line
-    assert "notes.txt is no model" in fails(1, "predict", text, tmp_path)
-    assert "write hf-hub:me/x" in fails(1, "predict", "https://huggingface.co/me/x", tmp_path)
+    fails(1, "predict", text, tmp_path, names=["notes.txt"])
+    fails(1, "predict", "https://huggingface.co/me/x", tmp_path, names=["hf-hub:me/x"])
 
 
 def test_a_picture_without_out_does_not_replace_a_table(
@@ -495,13 +495,13 @@ def test_a_picture_without_out_does_not_replace_a_table(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "heatmap.csv").write_text("mine")
     digit = Path(capszoo.__file__).parent / "assets" / "digit_3.png"
-    assert "heatmap.csv exists" in fails(1, "explain", "heatmap", MODEL, digit)
+    fails(1, "explain", "heatmap", MODEL, digit, names=["heatmap.csv"])
     assert (tmp_path / "heatmap.csv").read_text() == "mine" and not (tmp_path / "heatmap.png").exists()
     (tmp_path / "heatmap.csv").unlink()
     own = tmp_path / "heatmap.png"  # the name that the picture would have
     own.write_bytes(digit.read_bytes())
     for options in ((), ("--out", tmp_path / "." / "heatmap.png")):
-        assert "the picture would replace" in fails(2, "explain", "heatmap", MODEL, own, *options)
+        fails(2, "explain", "heatmap", MODEL, own, *options, names=["picture", "replace"])
     assert own.read_bytes() == digit.read_bytes()
 
 

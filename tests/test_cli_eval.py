@@ -21,6 +21,7 @@ from capszoo.recipes.evaluation.iterations import accuracy_by_iterations
 from capszoo.recipes.evaluation.metrics import assess
 from capszoo.recipes.evaluation.target import _check_root, prepare
 from tests.support.command import fails, run, succeeds, write_run
+from tests.support.errors import assert_names, refuses
 
 MODEL = "resnet20_routingcaps.mnist"
 
@@ -105,9 +106,9 @@ def test_eval_with_other_numbers_of_iterations(tiny_mnist: Path, tmp_path: Path)
     (expected,) = accuracy_by_iterations(prepare(MODEL, data=tiny_mnist, device="cpu"), [1])
     assert one == {"iterations": 1, "accuracy": expected.accuracy, "changed": expected.changed}
     for text in ("0", "1,a", "", "2,2"):
-        assert "is invalid" in fails(2, "eval", MODEL, *options, "--routing-iters", text)
+        fails(2, "eval", MODEL, *options, "--routing-iters", text, names=["--routing-iters"])
     line = fails(1, "eval", "encapnet6_master.mnist", *options, "--routing-iters", "1")
-    assert "encapnet6_master.mnist has no routing iterations: leave --routing-iters out" in line
+    assert_names(line, ["encapnet6_master.mnist", "--routing-iters"])
 
 
 def test_eval_of_several_crops_and_of_the_held_out_part(tiny_mnist: Path) -> None:
@@ -131,7 +132,8 @@ def test_eval_skips_unreadable_images_on_request(tmp_path: Path) -> None:
     found = json.loads(done.stdout)
     assert done.exit_code == 0 and (found["n"], found["of"]) == (10, 10)
     (skipped,) = found["skipped"]
-    assert "broken.png" in skipped and f"note: left out: {skipped}" in done.stderr
+    assert_names(done.stderr, [skipped])
+    assert "broken.png" in skipped
 
 
 def _folder(images: ImageSet, folder: Path, names: Sequence[str], labels: Sequence[int]) -> str:
@@ -227,18 +229,18 @@ def test_eval_json_states_what_differs_in_the_classes(tmp_path: Path, tiny_mnist
 def test_the_recorded_folder_does_not_replace_a_wrong_one(tmp_path: Path) -> None:
     """`--data` that holds no images by class was ignored, and the accuracy that of the folder of the training."""
     recorded = f"imagefolder:{tmp_path / 'trained'}"
-    with pytest.raises(DataError, match="missing: no such folder"):
+    with refuses(DataError, names=["missing", "folder"]):
         _check_root(recorded, tmp_path / "missing")
     (tmp_path / "deeper" / "cat" / "one").mkdir(parents=True)
     Image.new("L", (28, 28)).save(tmp_path / "deeper" / "cat" / "one" / "0.png")
-    with pytest.raises(DataError, match="has no sub-folders of images per class, and no photos"):
+    with refuses(DataError, names=["sub-folders", "images"]):
         _check_root("imagefolder:photos", tmp_path / "deeper")
     (tmp_path / "photos").mkdir()
-    with pytest.raises(DataError, match="has no sub-folders of images per class, and no /"):
+    with refuses(DataError, names=["sub-folders", "images"]):
         _check_root(f"imagefolder:{tmp_path / 'photos'}", tmp_path / "deeper")
     _check_root("imagefolder:photos", tmp_path)
     _check_root("mnist", tmp_path / "missing")  # the data set's own reader says so
-    with pytest.raises(DataError, match="missing: no such folder"):
+    with refuses(DataError, names=["missing", "folder"]):
         locate("imagefolder:photos", str(tmp_path / "photos"), tmp_path / "missing")
     assert locate("imagefolder:photos", "photos", tmp_path) == tmp_path / "photos"
 
@@ -263,24 +265,24 @@ def test_a_model_saved_for_the_hub_keeps_its_own_normalisation(
 
 def test_eval_errors(tiny_mnist: Path, trained: Path, tmp_path: Path) -> None:
     data = ("--data", tiny_mnist)
-    assert "did you mean" in fails(2, "eval", "resnet20_routingcap", *data)
-    assert "does not state its data set: give --dataset NAME" in fails(1, "eval", trained, *data)
+    fails(2, "eval", "resnet20_routingcap", *data, names=["resnet20_routingcaps"])
+    fails(1, "eval", trained, *data, names=["--dataset", "NAME"])
     line = fails(1, "eval", trained, *data, "--dataset", "mnist")
     assert "'0'" in line and "'ant', 'bee', 'cat'" in line and "--skip-unknown" in line
-    assert "did you mean 'mnist'" in fails(1, "eval", MODEL, *data, "--dataset", "mnst")
-    assert "no such folder" in fails(1, "eval", MODEL, "--data", tmp_path / "missing")
-    assert "unknown split 'dev'" in fails(1, "eval", MODEL, *data, "--split", "dev")
-    assert "unknown crops 'two'" in fails(2, "eval", MODEL, *data, "--crops", "two")
-    assert "--pgd-eps x is invalid" in fails(2, "eval", MODEL, *data, "--robustness", "--pgd-eps", "x")
+    fails(1, "eval", MODEL, *data, "--dataset", "mnst", names=["mnist"])
+    fails(1, "eval", MODEL, "--data", tmp_path / "missing", names=["folder"])
+    fails(1, "eval", MODEL, *data, "--split", "dev", names=["dev"])
+    fails(2, "eval", MODEL, *data, "--crops", "two", names=["two"])
+    fails(2, "eval", MODEL, *data, "--robustness", "--pgd-eps", "x", names=["--pgd-eps"])
     assert "add --robustness" in fails(2, "eval", MODEL, *data, "--pgd-eps", "0.1")
     for option in ("--routing", "--corruptions", "--calibration"):
-        assert "leave --crops multi out" in fails(2, "eval", MODEL, *data, option, "--crops", "multi")
+        fails(2, "eval", MODEL, *data, option, "--crops", "multi", names=["--crops"])
     several = ("eval", "efficient_capsnet.multimnist", *data, "--limit", 4)
-    assert "takes 1x36x36: leave --corruptions out" in fails(1, *several, "--corruptions")
-    assert "one label an image: leave --calibration out" in fails(1, *several, "--calibration")
+    fails(1, *several, "--corruptions", names=["1x36x36", "--corruptions"])
+    fails(1, *several, "--calibration", names=["--calibration"])
     file = tmp_path / "file"
     file.write_text("")
-    assert "is a file" in fails(1, "eval", MODEL, *data, "--out", file)
+    fails(1, "eval", MODEL, *data, "--out", file, names=["file"])
     plain = write_run(tmp_path / "run", sha256="0" * 64)
     assert "sha256 differs" in fails(1, "eval", plain, *data, "--dataset", "mnist")
 
@@ -293,18 +295,20 @@ def test_eval_refuses_before_it_measures_and_prints_what_it_cannot_write(
     (tmp_path / "wall").write_text("a file where a folder is needed")
     out = tmp_path / "wall" / "out"
     done = run("eval", MODEL, "--data", tiny_mnist, "--limit", 4, "--device", "cpu", "--out", out)
-    assert done.exit_code == 1 and "top-1" in done.stdout and "cannot write to" in done.stderr
+    assert_names(done.stderr, ["write"])
+    assert done.exit_code == 1
+    assert "top-1" in done.stdout
     plain = capszoo.create_model("resnet20_conv", in_chans=1, img_size=28).eval()
     target = prepare(plain, load_dataset("mnist", "test", tiny_mnist), device="cpu")
     monkeypatch.setattr(report, "assess", lambda *a: pytest.fail("measured before it was refused"))
-    with pytest.raises(CapszooError, match="no capsules"):
+    with refuses(CapszooError, names=["capsules"]):
         report.measure(target, routing=True)
 
 
 def test_attacks_need_one_label(tiny_mnist: Path) -> None:
     several = ("eval", "efficient_capsnet.multimnist", "--data", tiny_mnist, "--limit", 2, "--device", "cpu")
     line = fails(2, *several, "--robustness", "--pgd-steps", 2)
-    assert "--pgd-steps has no effect on images with several labels" in line
+    assert_names(line, ["--pgd-steps"])
 
 
 def test_a_figure_that_is_not_the_stated_one_ends_with_1(
@@ -316,7 +320,8 @@ def test_a_figure_that_is_not_the_stated_one_ends_with_1(
     monkeypatch.setitem(metrics, "test", {"top1": 50.0, "n": 40})
     result = run("eval", MODEL, "--data", tiny_mnist, "--device", "cpu", "--json")
     assert result.exit_code == 1 and json.loads(result.stdout)["stated"] == 50.0
-    assert "the weights' metadata state 50.00%" in result.stderr and result.stderr.count("\n") == 1
+    assert_names(result.stderr, ["50.00%", "metadata"])
+    assert result.stderr.count("\n") == 1
 
 
 def test_pictures_of_a_data_set(trained: Path, tiny_mnist: Path, tmp_path: Path) -> None:
@@ -343,7 +348,7 @@ def test_picture_errors(trained: Path, tiny_mnist: Path, tmp_path: Path) -> None
     picture = tmp_path / "a.png"
     Image.effect_noise((20, 20), 80).save(picture)
     out = ("--out", tmp_path / "x.png")
-    assert "did you mean 'perturb'" in fails(2, "explain", "pertub", trained, picture, *out).lower()
+    assert_names(fails(2, "explain", "pertub", trained, picture, *out).lower(), ["perturb"])
     assert "IMAGE" in fails(2, "explain", "heatmap", trained, *out)
-    assert "no decoder" in fails(1, "explain", "reconstruct", MODEL, "--data", tiny_mnist, *out)
+    fails(1, "explain", "reconstruct", MODEL, "--data", tiny_mnist, *out, names=["decoder"])
     assert [file.name for file in tmp_path.iterdir() if file.name == "x.png"] == []

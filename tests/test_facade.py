@@ -20,6 +20,7 @@ from capszoo.inference import predict
 from capszoo.preprocess import as_image
 from capszoo.scores import score_kind
 from capszoo.summary import routing_iterations
+from tests.support.errors import assert_names, refuses
 
 DIGITS = Path(capszoo.__file__).parent / "assets"
 DIGIT = DIGITS / "digit_3.png"
@@ -85,16 +86,16 @@ def test_every_way_to_give_an_image(model: capszoo.LoadedModel) -> None:
     ],
 )
 def test_arrays_that_are_no_image(model: capszoo.LoadedModel, wrong: object) -> None:
-    with pytest.raises(UsageError, match="arrays are"):
+    with refuses(UsageError, names=["arrays"]):
         model.predict(wrong)  # type: ignore[call-overload]
 
 
 def test_what_is_no_image_at_all(model: capszoo.LoadedModel) -> None:
-    with pytest.raises(UsageError, match="int is no image"):
+    with refuses(UsageError, names=["int", "image"]):
         model.predict([3])  # type: ignore[list-item]
     found = model.predict("nosuch.png")
-    assert "no such file" in found.error
-    with pytest.raises(CapszooError, match="no such file"):
+    assert_names(found.error, ["file"])
+    with refuses(CapszooError, names=["file"]):
         _ = found.label
 
 
@@ -112,7 +113,7 @@ def test_pictures_that_cannot_be_read_spare_the_others(model: capszoo.LoadedMode
     assert found[-1].label == "3"
     for one, (_, message) in zip(found, unreadable, strict=False):
         assert message in one.error and "\n" not in one.error
-    with pytest.raises(CapszooError, match="has no pixels"):
+    with refuses(CapszooError, names=["pixels"]):
         model.explain(Image.new("L", (0, 0)))
 
 
@@ -148,7 +149,7 @@ def test_export(model: capszoo.LoadedModel, tmp_path: Path) -> None:
     assert (dotted.path / "manifest.json").is_file()
     named = model.export(tmp_path / "named", gate="quick", batch=1, name="..", source="")
     assert named.report["name"] == "model" and not named.report["model"]["source"]
-    with pytest.raises(UsageError, match="no .onnx file"):
+    with refuses(UsageError, names=["onnx", "file"]):
         model.export(tmp_path / "m.pt")
 
 
@@ -207,7 +208,7 @@ def test_scores_that_are_not_those_of_the_weights_have_their_own_kind(tmp_path: 
 
 
 def test_the_weights_own_number_of_classes_does_not_excuse_another_size() -> None:
-    with pytest.raises(CapszooError, match="no trained weights for 48x48 images"):
+    with refuses(CapszooError, names=["48x48"]):
         capszoo.load("resnet20_idpa.cifar10", img_size=48, num_classes=10, device="cpu")
     assert (
         capszoo.load("resnet20_idpa.cifar10", img_size=48, num_classes=3, device="cpu").net.num_classes == 3

@@ -28,6 +28,7 @@ from capszoo.export.bundle.manifest import preprocessing
 from capszoo.images import open_image, resize_and_crop, to_mode, upright_picture
 from capszoo.preprocess import ImageTransform
 from tests.support import load_script
+from tests.support.errors import refuses
 
 
 @pytest.fixture(scope="module")
@@ -233,9 +234,9 @@ def test_a_tile_that_is_larger_than_its_image(infer, tmp_path: Path, monkeypatch
     header = b"II*\0" + struct.pack("<I", 8) + struct.pack("<H", len(entries)) + b"".join(entries) + bytes(4)
     path.write_bytes(header.ljust(200, b"\0") + zlib.compress(bytes(100)).ljust(20, b"\0"))
     monkeypatch.setattr(Image.Image, "load", lambda self: pytest.fail("decoded"))
-    with pytest.raises(CapszooError, match="tile.tif: 1x1 in tiles that are more than 64,000,000 pixels"):
+    with refuses(CapszooError, names=["tile.tif", "1x1", "64,000,000"]):
         open_image(path)
-    with pytest.raises(ValueError, match="tiles of more than 64,000,000 pixels: see --max-pixels"):
+    with refuses(ValueError, names=["64,000,000", "--max-pixels"]):
         infer.open_image(path)
 
 
@@ -285,17 +286,15 @@ def test_too_many_pixels_are_refused_before_they_are_decoded(
     assert path.stat().st_size < 200_000
     decoded = []
     monkeypatch.setattr(Image.Image, "load", lambda self: decoded.append(self))
-    with pytest.raises(
-        CapszooError, match="bomb.png: 13000x13000 are more than 64,000,000 pixels: scale it down"
-    ):
+    with refuses(CapszooError, names=["bomb.png", "13000x13000", "64,000,000"]):
         open_image(path)
-    with pytest.raises(DataError, match="bomb.png: .* more than 64,000,000 pixels: scale it down"):
+    with refuses(DataError, names=["bomb.png", "64,000,000"]):
         decode_image(path, "L", path)
-    with pytest.raises(ValueError, match="13000x13000 are more than 64,000,000 pixels: see --max-pixels"):
+    with refuses(ValueError, names=["13000x13000", "64,000,000", "--max-pixels"]):
         infer.open_image(path)
     assert not decoded
     huge = _png(tmp_path / "huge.png", 80_000_000, 1)
-    with pytest.raises(CapszooError, match="more than 64,000,000 pixels"):
+    with refuses(CapszooError, names=["64,000,000", "pixels"]):
         open_image(huge)
 
 
@@ -364,37 +363,35 @@ def test_folders_are_read_whole_or_refused(tmp_path: Path, monkeypatch: pytest.M
         return listed(path)
 
     monkeypatch.setattr(os, "scandir", scandir)
-    with pytest.raises(CapszooError, match="private: this folder cannot be read .*: check its permissions"):
+    with refuses(CapszooError, names=["private", "permissions"]):
         images.find_images([photos])
 
 
 def test_a_remedy_that_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = _png(tmp_path / "small.png", 40, 30)
-    with pytest.raises(
-        CapszooError, match="pixels: scale it down$"
-    ):  # the variable would not change this limit
+    with refuses(CapszooError, names=["pixels", "scale"]):  # the variable would not change this limit
         open_image(path, max_pixels=1000)
 
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr(Image, "open", refuse)
-    with pytest.raises(CapszooError, match="small.png: cannot be read: check its permissions"):
+    with refuses(CapszooError, names=["small.png"]):
         open_image(path)
 
 
 def test_the_limit_is_an_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = _png(tmp_path / "small.png", 40, 30)
-    with pytest.raises(CapszooError, match="40x30 are more than 1,000 pixels"):
+    with refuses(CapszooError, names=["40x30", "1,000"]):
         open_image(path, max_pixels=1000)
     monkeypatch.setenv("CAPSZOO_MAX_PIXELS", "1000")
-    with pytest.raises(CapszooError, match="more than 1,000 pixels"):
+    with refuses(CapszooError, names=["1,000", "pixels"]):
         open_image(path)
     monkeypatch.setenv("CAPSZOO_MAX_PIXELS", "1200")
     assert open_image(path).size == (40, 30)
     for wrong in ("many", "0", "-5", "1" * 40):
         monkeypatch.setenv("CAPSZOO_MAX_PIXELS", wrong)
-        with pytest.raises(UsageError, match="CAPSZOO_MAX_PIXELS is"):
+        with refuses(UsageError, names=["CAPSZOO_MAX_PIXELS"]):
             open_image(path)
 
 
@@ -411,22 +408,22 @@ def test_what_pillow_does_not_read_is_one_line(tmp_path: Path) -> None:
     Image.new("LAB", (20, 20)).save(lab)
     header = struct.pack("<4sII", b"DDS ", 124, 0x1007) + struct.pack("<5I", 8, 8, 0, 0, 0) + b"\0" * 44
     dds.write_bytes(header + struct.pack("<8I", 32, 4, 0x12345678, 0, 0, 0, 0, 0) + b"\0" * 200)
-    with pytest.raises(CapszooError, match="lab.tif: in LAB colours: save it in grey or RGB"):
+    with refuses(CapszooError, names=["lab.tif", "LAB", "RGB"]):
         open_image(lab)
-    with pytest.raises(CapszooError, match="odd.dds: (cannot be read|not an image)"):
+    with refuses(CapszooError, names=["odd.dds"]):
         open_image(dds)
     for path in (lab, dds):
-        with pytest.raises(DataError, match="in LAB colours|cannot be read|not an image"):
+        with refuses(DataError, names=[path.name]):
             decode_image(path, "RGB", path)
     assert look_at_set(lambda _: (dds, dds), 1).sizes == ()
-    with pytest.raises(CapszooError, match="no such file"):
+    with refuses(CapszooError, names=["file"]):
         open_image(tmp_path / "absent.png")
-    with pytest.raises(CapszooError, match="is a folder"):
+    with refuses(CapszooError, names=["folder"]):
         open_image(tmp_path)
     buffer = io.BytesIO()
     Image.effect_noise((30, 30), 50).save(buffer, "PNG")
     for cut in (10, 40, 400):
-        with pytest.raises(CapszooError, match="an image: (cannot be read|not an image)"):
+        with refuses(CapszooError, names=["image"]):
             open_image(buffer.getvalue()[:cut])
 
 
@@ -464,11 +461,11 @@ def test_without_a_known_range_integers_have_all_16_bits() -> None:
 def test_floats_of_an_unknown_range_are_refused(infer, tmp_path: Path, extremes: tuple) -> None:  # noqa: ANN001
     path = tmp_path / "float.tif"
     _grey(np.linspace(*extremes, 64, dtype=np.float32).reshape(8, 8)).save(path)
-    with pytest.raises(CapszooError, match="float.tif: .* black and white"):
+    with refuses(CapszooError, names=["float.tif"]):
         open_image(path, 1)
-    with pytest.raises(DataError, match="float.tif: .* black and white"):
+    with refuses(DataError, names=["float.tif"]):
         decode_image(path, "L", path)
-    with pytest.raises(ValueError, match="black and white"):
+    with refuses(ValueError, names=["black", "white"]):
         infer.preprocess(path, _spec(ImageTransform(1, (8, 8), (0.5,), (0.25,))))
     transform = ImageTransform(1, (8, 8), (0.5,), (0.25,), value_range=extremes)
     assert np.asarray(transform.view(open_image(path))).max() == 255

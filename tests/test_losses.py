@@ -19,6 +19,7 @@ from capszoo.losses import (
     spread_margin,
 )
 from tests.reference import losses as reference
+from tests.support.errors import refuses
 
 
 def scores_and_target(batch: int, classes: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -140,7 +141,7 @@ def test_unknown_names_are_answered_with_the_nearest() -> None:
         create_loss("reconstruction", wieght=1.0)
     with pytest.raises(TypeError, match="args"):
         create_loss("bce", args=1)
-    with pytest.raises(ValueError, match="must not exceed"):
+    with refuses(ValueError, names=["exceed"]):
         create_loss("spread", margin=0.1)
     with pytest.raises(ValueError, match="between 0 and 1"):
         create_loss("cross_entropy", label_smoothing=2.0)
@@ -148,9 +149,9 @@ def test_unknown_names_are_answered_with_the_nearest() -> None:
 
 @pytest.mark.parametrize("value", ["abc", True, float("nan"), [0.9]])
 def test_options_are_numbers(value: Any) -> None:
-    with pytest.raises(TypeError, match="option margin of loss 'spread' must be a finite number, not"):
+    with refuses(TypeError, names=["spread"]):
         create_loss("spread", margin=value)
-    with pytest.raises(TypeError, match="option margin of loss 'spread'"):
+    with refuses(TypeError, names=["spread"]):
         create_loss("spread", margin=None)
     assert create_loss("spread", margin=1, margin_low=None).current == 1  # a fixed margin
 
@@ -162,20 +163,20 @@ CLASSIFYING = sorted(set(LOSSES) - {"reconstruction"})
 @pytest.mark.parametrize(
     ("target", "words"),
     [
-        (torch.tensor([0.9, 0.9, 0.1]), "integers, not float32"),
-        (torch.tensor([True, False, True]), "integers, not bool"),
-        (torch.tensor([0, -100, 1]), "between 0 and 3 .*not between -100 and 1"),
-        (torch.tensor([0, 4, 1]), "between 0 and 3 .*not between 0 and 4"),
-        (torch.tensor([0, -1, 1], dtype=torch.int8), "not between -1 and 1"),
-        (torch.tensor([0]), r"for scores \(3, 4\), not \(1,\) of int64"),
-        (torch.tensor([0, 1]), r"for scores \(3, 4\), not \(2,\) of int64"),
-        (torch.zeros(3, 5), r"for scores \(3, 4\), not \(3, 5\) of float32"),
-        (torch.zeros(3, 1, dtype=torch.long), r"not \(3, 1\) of int64"),
-        (torch.tensor(1), r"not \(\) of int64"),
+        (torch.tensor([0.9, 0.9, 0.1]), "float32"),
+        (torch.tensor([True, False, True]), ("integers", "bool")),
+        (torch.tensor([0, -100, 1]), ("0", "3", "-100", "1", "between")),
+        (torch.tensor([0, 4, 1]), ("0", "3", "4", "between")),
+        (torch.tensor([0, -1, 1], dtype=torch.int8), ("-1", "1", "between")),
+        (torch.tensor([0]), ("3", "4", "1", "int64")),
+        (torch.tensor([0, 1]), ("3", "4", "2", "int64")),
+        (torch.zeros(3, 5), ("3", "4", "5", "float32")),
+        (torch.zeros(3, 1, dtype=torch.long), ("3", "1", "int64")),
+        (torch.tensor(1), "int64"),
     ],
 )
 def test_targets_that_do_not_fit_are_refused(name: str, target: torch.Tensor, words: str) -> None:
-    with pytest.raises(ValueError, match=words) as caught:
+    with refuses(ValueError, names=words) as caught:
         create_loss(name)(torch.rand(3, 4), target)
     assert "\n" not in str(caught.value)
 
@@ -187,7 +188,7 @@ def test_presences_are_refused_where_they_are_none(name: str) -> None:
         with pytest.raises(ValueError):
             loss(scores, target)
     if name == "spread":
-        with pytest.raises(ValueError, match=r"must be \[b\] class indices for"):
+        with refuses(ValueError, names=["class", "indices"]):
             loss(scores, torch.zeros(3, 4))
 
 
@@ -210,7 +211,7 @@ def test_targets_whose_values_python_cannot_see() -> None:
 
 
 def test_pictures_of_other_shapes_are_refused() -> None:
-    with pytest.raises(ValueError, match="differ in shape"):
+    with refuses(ValueError, names=["differ", "shape"]):
         reconstruction_loss(torch.rand(2, 1, 3, 3), torch.rand(2, 1, 4, 4))
 
 
@@ -225,6 +226,6 @@ def test_label_smoothing_by_hand() -> None:
 def test_presences_of_one_class_are_no_indices() -> None:
     """Read as indices, 0 would mean present."""
     for name in CLASSIFYING:
-        with pytest.raises(ValueError, match="two classes or more"):
+        with refuses(ValueError, names=["two", "classes"]):
             create_loss(name)(torch.zeros(2, 1), torch.tensor([0, 1]))
     assert float(bce_loss(torch.full((2, 1), 2.0), torch.zeros(2, 1))) > 2

@@ -20,23 +20,17 @@ from capszoo.inference import load_model
 from capszoo.layers import engine_choice
 from capszoo.recipes.config import load_recipe
 from tests.support.command import fails, run, succeeds
+from tests.support.errors import assert_names, refuses
 
 DIGIT = Path(capszoo.__file__).parent / "assets" / "digit_3.png"
 
 
 def test_arguments_that_a_network_refuses() -> None:
     line = fails(2, "predict", "capsnet_dynamic.mnist", DIGIT, "--img-size", "8")
-    assert (
-        "capsnet_dynamic.mnist: img_size=(8, 8) is too small" in line
-        and "change or leave out img_size" in line
-    )
-    assert "cnn6 has no routing iterations: leave routing_iters out" in fails(
-        2, "predict", "cnn6.mnist", DIGIT, "--routing-iters", "3"
-    )
-    assert "change or leave out num_classes" in fails(2, "info", "resnet20_dynamic", "--num-classes", "1")
-    with pytest.raises(
-        UsageError, match="resnet18: .*unexpected keyword argument 'img_size'.*leave out img_size"
-    ):
+    assert_names(line, ["capsnet_dynamic.mnist", "img_size", "8"])
+    fails(2, "predict", "cnn6.mnist", DIGIT, "--routing-iters", "3", names=["cnn6", "routing_iters"])
+    fails(2, "info", "resnet20_dynamic", "--num-classes", "1", names=["num_classes"])
+    with refuses(UsageError, names=["resnet18", "img_size"]):
         load_model("resnet18", pretrained=False, img_size=192)
 
 
@@ -75,7 +69,7 @@ def test_a_place_that_cannot_be_written() -> None:
     assert not_writable(Path("x"), full).endswith(
         "No space left on device: make room and run the same command"
     )
-    assert "check its permissions, or choose another place" in not_writable(Path("x"), forbidden)
+    assert_names(not_writable(Path("x"), forbidden), ["permissions", "choose"])
 
 
 @pytest.mark.parametrize(
@@ -106,14 +100,12 @@ def test_recipe_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     latin.write_bytes("# geändert\narch: idpa_cnn\n".encode("latin-1"))
     for command in (("show",), ("copy",), ("validate",)):
         target = [tmp_path / "new.yaml"] if command == ("copy",) else []
-        assert "latin.yaml is not UTF-8 text: save it as UTF-8" in fails(
-            2, "recipes", *command, latin, *target
-        )
-    assert "name it my.yaml" in fails(2, "recipes", "copy", "idpa_cnn.mnist", "my")
+        fails(2, "recipes", *command, latin, *target, names=["latin.yaml", "UTF-8"])
+    fails(2, "recipes", "copy", "idpa_cnn.mnist", "my", names=["my.yaml"])
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "recipe.yaml").touch()
-    assert "is the folder of a run" in fails(2, "train", folder)
+    fails(2, "train", folder, names=["folder", "run"])
     monkeypatch.chdir(tmp_path)
     (tmp_path / "idpa_cnn.mnist").mkdir()
     (tmp_path / "idpa_cnn.mnist" / "recipe.yaml").touch()
@@ -125,19 +117,18 @@ def test_recipe_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_engine_of_the_environment_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CAPSZOO_ENGINES", "refrence")
-    with pytest.raises(
-        ValueError, match="CAPSZOO_ENGINES: there is no engine 'refrence': did you mean 'reference'"
-    ):
+    with refuses(ValueError, names=["refrence", "reference", "CAPSZOO_ENGINES"]):
         engine_choice.read_environment()
 
 
 @pytest.mark.parametrize("data", ["", " ", "imagefolder:", "hf:"])
 def test_an_empty_data_option_is_no_folder(data: str) -> None:
-    with pytest.raises(DataError, match="names no folder: give a folder, or hf:OWNER/NAME"):
+    with refuses(DataError, names=["hf:OWNER/NAME"]):
         source_name(data)
 
 
 def test_commands() -> None:
     line = fails(1, "predict", "caps_head", DIGIT)
-    assert "no pretrained weights exist for caps_head" in line and "capszoo train" not in line
-    assert "is a file; --data takes a folder" in fails(1, "eval", "idpa_cnn.mnist", "--data", DIGIT)
+    assert_names(line, ["caps_head"])
+    assert "capszoo train" not in line
+    fails(1, "eval", "idpa_cnn.mnist", "--data", DIGIT, names=["--data"])

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.errors import assert_names
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:  # pragma: no cover
@@ -523,7 +525,8 @@ def test_setup_says_that_debian_splits_venv_off(root: Path, tmp_path: Path) -> N
     python = _wrapper(tmp_path / "python3", 'case "$2" in *ensurepip*) exit 1;; esac')
     done = _set_up(root, python, tmp_path / "venv")
     assert done.returncode == 1
-    assert "apt install python3-venv" in done.stderr and done.stderr.count("\n") == 1
+    assert_names(done.stderr, ["python3-venv"])
+    assert done.stderr.count("\n") == 1
     assert not (tmp_path / "venv").exists()
 
 
@@ -531,7 +534,8 @@ def test_setup_refuses_an_old_python(root: Path, tmp_path: Path) -> None:
     python = _wrapper(tmp_path / "python3", 'case "$2" in *version_info*) exit 1;; esac')
     done = _set_up(root, python, tmp_path / "venv")
     assert done.returncode == 1
-    assert "needs Python 3.10 or newer" in done.stderr and done.stderr.count("\n") == 1
+    assert_names(done.stderr, ["3.10", "Python"])
+    assert done.stderr.count("\n") == 1
 
 
 def test_constraints_name_versions_only(root: Path) -> None:

@@ -24,6 +24,7 @@ from capszoo.preprocess import (
     model_input_size,
     model_transform,
 )
+from tests.support.errors import refuses
 
 
 def transform(channels: int = 1, size: tuple[int, int] = (8, 8), **options: object) -> ImageTransform:
@@ -109,10 +110,10 @@ def test_find_images(tmp_path: Path) -> None:
         tmp_path / "x.txt",
     ]
     assert find_images([tmp_path / ".thumbnails"]) == [tmp_path / ".thumbnails" / "1.png"]  # given by name
-    with pytest.raises(CapszooError, match="no such file"):
+    with refuses(CapszooError, names=["file"]):
         find_images([tmp_path / "missing"])
     (tmp_path / "empty").mkdir()
-    with pytest.raises(CapszooError, match="no images in this folder"):
+    with refuses(CapszooError, names=["images", "folder"]):
         find_images([tmp_path / "empty"])
 
 
@@ -122,13 +123,13 @@ def test_unreadable_files(tmp_path: Path) -> None:
     (tmp_path / "cut.png").write_bytes((tmp_path / "good.png").read_bytes()[:300])
     (tmp_path / "nothing.png").touch()
     for name, message in (
-        ("missing.png", "no such file"),
-        ("text.png", "not an image"),
-        ("nothing.png", "not an image"),
-        ("cut.png", "cannot be read"),
-        (".", "is a folder"),
+        ("missing.png", "file"),
+        ("text.png", "image"),
+        ("nothing.png", "image"),
+        ("cut.png", "read"),
+        (".", "folder"),
     ):
-        with pytest.raises(CapszooError, match=message) as caught:
+        with refuses(CapszooError, names=message) as caught:
             load_image(tmp_path / name)
         assert "\n" not in str(caught.value)
 
@@ -172,9 +173,9 @@ def test_model_transform_reads_the_configuration() -> None:
     created_grey = Described(pretrained_cfg=cfg)  # timm's in_chans=1 changes the first convolution alone
     created_grey.stem = nn.Conv2d(1, 4, 3)
     assert model_input_size(created_grey) == (1, 8, 8)
-    with pytest.raises(CapszooError, match="2 channels, which is no single image"):
+    with refuses(CapszooError, names=["2", "channels"]):
         model_transform(Described(in_chans=2, img_size=9))
-    with pytest.raises(UsageError, match="does not say its input size"):
+    with refuses(UsageError, names=["input", "size"]):
         model_input_size(Described())
 
 

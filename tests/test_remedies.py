@@ -21,6 +21,7 @@ from capszoo.cli import app
 from capszoo.errors import CapszooError, UnknownModel, UsageError
 from tests.support import packed
 from tests.support.command import fails, run
+from tests.support.errors import refuses
 from tests.support.recipes import write_photos
 from tests.support.toys import ToyCaps
 
@@ -62,7 +63,7 @@ def test_a_repository_s_path_or_address_becomes_its_name(name: str) -> None:
 def test_the_nearest_name_exists() -> None:
     with pytest.raises(UnknownModel) as found:
         capszoo.create_model("resnet20_routingcap")
-    (name,) = re.findall(r"\bresnet20_routingcaps\b", str(found.value))
+    name, *_ = re.findall(r"\bresnet20_routingcaps\b", str(found.value))
     assert resolve(name).kind == "name"
 
 
@@ -145,7 +146,7 @@ def test_an_export_within_autocast_is_the_same_file(tmp_path: Path) -> None:
 
 
 def test_a_graph_without_optimisation_is_written_unchecked_as_the_option_says(tmp_path: Path) -> None:
-    with pytest.raises(ExportError, match="breaks a rule"):
+    with refuses(ExportError, names=["breaks", "rule"]):
         export(ToyCaps(1).eval(), tmp_path / "m.onnx", gate="quick", optimize=False)
     export(ToyCaps(1).eval(), tmp_path / "m.onnx", optimize=False, check=False)
     assert (tmp_path / "m.onnx").is_file()
@@ -154,9 +155,7 @@ def test_a_graph_without_optimisation_is_written_unchecked_as_the_option_says(tm
 def test_an_older_opset_is_written_by_the_exporter_that_the_message_names(tmp_path: Path) -> None:
     from timm.utils.onnx import onnx_export
 
-    with pytest.raises(
-        UsageError, match=r"timm\.utils\.onnx\.onnx_export\(model, FILE, opset=N, batch_size=B\)"
-    ):
+    with refuses(UsageError, names=["timm.utils.onnx.onnx_export", "FILE", "opset=N", "batch_size=B"]):
         export("resnet20_routingcaps.mnist", tmp_path / "m.onnx", opset=16)
     net = capszoo.create_model("resnet20_routingcaps.mnist", pretrained=True).eval()
     file = tmp_path / "m.onnx"

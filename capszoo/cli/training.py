@@ -131,7 +131,9 @@ TrainingDeviceOption = Annotated[
 ]
 AcceptDataOption = Annotated[
     bool,
-    typer.Option("--accept-data", help="Resume even if the images changed; their number must be the same."),
+    typer.Option(
+        "--accept-data", help="Continue a run although its images have changed (but not their number)."
+    ),
 ]
 
 

@@ -15,6 +15,8 @@ import pytest
 from PIL import Image
 from typer.testing import CliRunner
 
+from tests.support.errors import refuses
+
 pytest.importorskip("onnxruntime")
 
 from capszoo._pretrained.catalogue import checkpoints
@@ -90,7 +92,7 @@ def test_without_a_home_folder_torch_answers(images: list[Path], monkeypatch: py
     found = CliRunner().invoke(app, ["predict", MODEL, str(images[0]), "--json"])
     assert found.exit_code == 0 and json.loads(found.stdout)["runtime"] == "torch"
     assert "none: this user has no home folder" in CliRunner().invoke(app, ["doctor", "--json"]).stdout
-    with pytest.raises(CapszooError, match="no home folder for the cache: set CAPSZOO_CACHE"):
+    with refuses(CapszooError, names=["CAPSZOO_CACHE"]):
         export_to_cache(MODEL)
 
 
@@ -200,5 +202,5 @@ def test_wrong_runtimes_are_refused(cache: Path, images: list[Path], monkeypatch
     ):
         found = CliRunner().invoke(app, ["predict", MODEL, str(images[0]), *arguments])
         assert found.exit_code == 2 and said in found.stderr, found.output
-    with pytest.raises(UsageError, match="takes the zoo's weights"):
+    with refuses(UsageError, names=["zoo", "weights"]):
         export_to_cache("hf-hub:nobody/nothing")

@@ -17,6 +17,7 @@ from capszoo.export.compare import (
     compare_runners,
     probe_input,
 )
+from tests.support.errors import refuses
 
 
 def test_figures_are_exact() -> None:
@@ -59,9 +60,9 @@ def test_another_prediction_is_seen() -> None:
 
 
 def test_another_shape_is_an_error() -> None:
-    with pytest.raises(ValueError, match="differ in shape"):
+    with refuses(ValueError, names=["differ", "shape"]):
         compare_outputs([np.ones((1, 2))], [np.ones((1, 3))])
-    with pytest.raises(ValueError, match="differ in shape"):
+    with refuses(ValueError, names=["differ", "shape"]):
         compare_outputs([np.ones((1, 2))], [])
 
 
@@ -70,7 +71,7 @@ def test_probes() -> None:
     assert all(x.shape == (2, 1, 4, 4) and x.dtype == np.float32 for x in inputs.values())
     assert not inputs["zero"].any() and (inputs["constant"] == 0.5).all()
     assert np.array_equal(inputs["x100"], inputs["random"] * 100) and inputs["random"].std() > 0.5
-    with pytest.raises(ValueError, match="unknown probe"):
+    with refuses(ValueError, names=["unknown", "probe"]):
         probe_input("huge", (1,))
     pixels = {probe: probe_input(probe, (4, 3, 8, 8), dtype="uint8") for probe in PROBES}
     assert all(x.dtype == np.uint8 for x in pixels.values()) and not pixels["zero"].any()
@@ -111,11 +112,11 @@ def test_a_provider_that_onnx_runtime_cannot_start_is_refused(monkeypatch: pytes
     value = [helper.make_tensor_value_info(name, 1, [1]) for name in "xy"]
     graph = helper.make_graph([helper.make_node("Relu", ["x"], ["y"])], "g", value[:1], value[1:])
     model = helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid("", 20)])
-    with pytest.raises(CapszooError, match="has no CUDAExecutionProvider"):
+    with refuses(CapszooError, names=["CUDAExecutionProvider"]):
         OnnxRunner(model.SerializeToString(), provider="CUDAExecutionProvider")
     providers = ["CUDAExecutionProvider", "CPUExecutionProvider"]
     monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: providers)
-    with pytest.raises(CapszooError, match="cannot start CUDAExecutionProvider"):
+    with refuses(CapszooError, names=["CUDAExecutionProvider"]):
         OnnxRunner(model.SerializeToString(), provider="CUDAExecutionProvider")
 
 

@@ -20,6 +20,7 @@ from capszoo.export.options import (
 )
 from capszoo.export.to_onnx import export, prepare, write
 from capszoo.export.to_torch_tensorrt import compile_module
+from tests.support.errors import refuses
 from tests.support.toys import ToyCaps
 
 WAYS: dict[str, Callable[..., Any]] = {
@@ -65,24 +66,24 @@ def test_every_way_in_refuses_the_same(
 
 @pytest.mark.parametrize("way", WAYS)
 def test_an_unknown_option_names_the_nearest(way: str, tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match="unknown option of the export 'presicion': did you mean 'precision'"):
+    with refuses(TypeError, names=["presicion", "precision"]):
         WAYS[way](tmp_path, presicion="fp16")
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"formats": ("onyx",)}, "unknown format 'onyx'"),
-        ({"outputs": ("poses",)}, "needs the output scores"),
-        ({"check": False}, "requires the gate"),
-        ({"input_size": (1, 28, 28)}, "another img_size"),
-        ({"precision": "int8", "formats": ("aoti",)}, "AOTInductor takes no int8"),
-        ({"opset": 25, "formats": ("tensorrt",)}, "support opset 25: ask for 24 or less"),
-        ({"triton": True, "batch": (4, 8, 8)}, "Triton may send fewer than 4 images"),
+        ({"formats": ("onyx",)}, "onyx"),
+        ({"outputs": ("poses",)}, ("output", "scores")),
+        ({"check": False}, ("requires", "gate")),
+        ({"input_size": (1, 28, 28)}, "img_size"),
+        ({"precision": "int8", "formats": ("aoti",)}, ("AOTInductor", "int8")),
+        ({"opset": 25, "formats": ("tensorrt",)}, ("25", "24", "support")),
+        ({"triton": True, "batch": (4, 8, 8)}, ("4", "Triton")),
     ],
 )
 def test_what_a_bundle_refuses_besides(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
+    with refuses(UsageError, names=message):
         BundleOptions(**options)
 
 
@@ -114,9 +115,9 @@ def test_int8_needs_its_images_before_anything_is_done() -> None:
 
 def test_the_preparation_has_applied_the_other_options(tmp_path: Path) -> None:
     job = prepare(ToyCaps(1))
-    with pytest.raises(UsageError, match=r"tolerance is an option of prepare\(\): write\(\) takes opset, "):
+    with refuses(UsageError, names=["tolerance", "prepare"]):
         write(job, tmp_path / "x.onnx", tolerance=1e-2)
-    with pytest.raises(TypeError, match="options must be BundleOptions, not ExportOptions"):
+    with refuses(TypeError, names=["BundleOptions", "ExportOptions"]):
         export_bundle(ToyCaps(1), tmp_path / "b", ExportOptions())  # type: ignore[arg-type]
     assert list(tmp_path.iterdir()) == []
 

@@ -18,6 +18,7 @@ from capszoo.export import to_aoti, to_onnx
 from capszoo.export.bundle import check_bundle, compare_bundle, export_bundle, open_runner
 from capszoo.export.compare import EagerRunner
 from capszoo.export.to_onnx import ExportError
+from tests.support.errors import assert_names, refuses
 from tests.support.toys import ToyCaps
 
 pytest.importorskip("onnxruntime")
@@ -56,7 +57,7 @@ def test_bundle_with_a_package(tmp_path: Path, root: Path) -> None:
     again = to_aoti.AotiRunner(out / "again.pt2")(images)
     runner = open_runner("aoti", out)
     for wrong in (images[:, :, :9, :9], images.astype(np.float64)):
-        with pytest.raises(CapszooError, match=r"takes float32 images \[b, 1, 10, 10\], not float"):
+        with refuses(CapszooError, names=["float32", "1", "10"]):
             runner(wrong)
     job = to_onnx.prepare(model, outputs=("scores", "poses"))
     for mine, theirs in zip(again, EagerRunner(job.original)(images), strict=True):
@@ -77,21 +78,21 @@ def test_a_package_that_differs_is_refused(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(to_aoti, "compile_program", lambda program, path, device: path)
     monkeypatch.setattr(to_aoti, "AotiRunner", Wrong)
-    with pytest.raises(ExportError, match="aoti differs from eager by 1.0e-02 of the largest output"):
+    with refuses(ExportError, names=["1.0e-02"]):
         to_aoti.write(job, tmp_path)
 
 
 def test_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     program = to_onnx.prepare(ToyCaps(1).eval()).trace()
-    with pytest.raises(ExportError, match="there is no no-such-compiler: install g\\+\\+"):
+    with refuses(ExportError, names=["no-such-compiler", "install"]):
         to_aoti.compile_program(program, tmp_path / "x.pt2", "cpu")
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_package_for_another_device(tmp_path: Path) -> None:
-    with pytest.raises(CapszooError, match="compiled for CUDA"):
+    with refuses(CapszooError, names=["CUDA"]):
         to_aoti.AotiRunner(tmp_path / "x.pt2", "cuda")
 
 
@@ -117,7 +118,7 @@ def test_the_command_ends_with_one_line(tmp_path: Path, capsys: pytest.CaptureFi
     assert f"{tmp_path} is a folder" in last
     if not torch.cuda.is_available():
         assert main(tmp_path / "bad.pt2", tmp_path / "out.pt2", "--device", "cuda") == 1
-        assert "there is no CUDA device here" in capsys.readouterr().err
+        assert_names(capsys.readouterr().err, ["CUDA"])
     assert len(lines) == 2 and lines[0].startswith("error: there is no file")
     assert "no program of torch.export can be read" in lines[1]
     assert [file.name for file in tmp_path.iterdir()] == ["bad.pt2"]
@@ -129,9 +130,7 @@ def test_a_program_is_read_only_if_it_is_trusted(
     monkeypatch.setattr(torch.export, "load", lambda *_: pytest.fail("it was read"))
     (tmp_path / "program.pt2").write_text("any")
     assert to_aoti.main([str(tmp_path / "program.pt2"), str(tmp_path / "out.pt2")]) == 1
-    assert (
-        "reading a program can run code that is in it: if you made it, add --trust" in capsys.readouterr().err
-    )
+    assert_names(capsys.readouterr().err, ["--trust"])
 
 
 def test_a_package_that_is_compiled_again_is_compared_with_the_stored_answers(
@@ -165,4 +164,4 @@ def test_a_package_that_is_compiled_again_is_compared_with_the_stored_answers(
     (out / "model.pt2").unlink()
     factor[0] = 1.01
     assert to_aoti.main(command) == 1 and not (out / "model.pt2").exists()
-    assert "differs from the stored answers by 1.0e-02" in capsys.readouterr().err
+    assert_names(capsys.readouterr().err, ["1.0e-02"])

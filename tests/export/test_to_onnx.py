@@ -28,6 +28,7 @@ from capszoo.export.verify.graph_rules import node_types
 from capszoo.export.verify.images import RealImages, transformed
 from capszoo.models import CapsuleOutput
 from tests.support import packed
+from tests.support.errors import assert_names, refuses
 from tests.support.toys import ToyCaps
 
 FIXTURE = Path(__file__).resolve().parents[1] / "fixtures" / "mnist_test_1000.npz"
@@ -141,7 +142,7 @@ def test_an_empty_batch_that_crashes_onnx_runtime_is_refused(
     report = export(ToyCaps(), tmp_path / "good.onnx", **options)
     assert [step.detail for step in report.gate if "empty batch" in step.name] == ["[[0, 5]]"]
     monkeypatch.setattr(to_onnx, "allow_empty_batches", lambda proto: None)
-    with pytest.raises(ExportError, match="empty batch"):
+    with refuses(ExportError, names=["empty", "batch"]):
         export(ToyCaps(), tmp_path / "bad.onnx", **options)
     assert not (tmp_path / "bad.onnx").exists()
 
@@ -217,7 +218,7 @@ def test_bfloat16(tmp_path: Path) -> None:
     assert set(report.precision_map["operators"]["Conv"]) == {"bfloat16"}
     assert "run as float32" in next(s.detail for s in report.gate if s.name == "parity with eager")
     assert [s.passed for s in report.gate if s.name == "bf16 in PyTorch"] == [True]
-    with pytest.raises(ExportError, match="graph breaks a rule"):  # its convolution takes bfloat16 from 22 on
+    with refuses(ExportError, names=["graph", "breaks"]):  # its convolution takes bfloat16 from 22 on
         export(ToyCaps(), tmp_path / "old.onnx", precision="bf16", gate="quick", opset=20)
     assert not (tmp_path / "old.onnx").exists()
 
@@ -239,7 +240,7 @@ def test_half_precision_is_tried_at_the_ends_of_the_pixels(tmp_path: Path) -> No
 
     prepared = prepare(Bright(), precision="fp16", batch=(1, 2, 5))
     assert prepared.span == ([pytest.approx(-0.4)], [pytest.approx(1.6)])
-    with pytest.raises(ExportError, match="for brightest input") as caught:  # 1.6 * 50000 exceeds 65504
+    with refuses(ExportError, names=["brightest", "input"]) as caught:  # 1.6 * 50000 exceeds 65504
         export(Bright(), tmp_path / "bad.onnx", precision="fp16", batch=(1, 2, 5))
     assert "bf16" in caught.value.remedy
     # float16 has digits too few at such sums, bfloat16 even fewer: its range is not the reason here
@@ -253,7 +254,7 @@ def test_norms_in_half_precision_are_refused(tmp_path: Path) -> None:
             poses, _ = self.class_caps(self._children(x))
             return torch.linalg.vector_norm(poses, dim=-1)  # overflows in float16 from 256 on
 
-    with pytest.raises(ExportError, match="in float16: compute it in float32"):
+    with refuses(ExportError, names=["float16", "float32"]):
         export(Narrow(), tmp_path / "bad.onnx", precision="fp16", gate="quick")
     assert list(tmp_path.iterdir()) == []
 
@@ -267,7 +268,7 @@ def test_squares_in_half_precision_are_refused_as_a_product_too(
             poses, _ = self.class_caps(self._children(x))
             return reduce(poses * poses, -1).float().sqrt()
 
-    with pytest.raises(ExportError, match=f"{name} of squares in float16: compute it in float32"):
+    with refuses(ExportError, names=[name, "float16", "float32"]):
         export(Narrow(), tmp_path / "bad.onnx", precision="fp16", gate="quick")
 
 
@@ -276,7 +277,7 @@ def test_a_scalar_output_is_refused(tmp_path: Path) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x).sum()
 
-    with pytest.raises(ExportError, match="is a scalar, without a batch"):
+    with refuses(ExportError, names=["scalar", "without"]):
         export(Scalar(), tmp_path / "bad.onnx", gate="quick")
 
 
@@ -315,7 +316,7 @@ def test_the_top_1_is_that_of_the_scores_wherever_they_are(tmp_path: Path) -> No
     job = to_onnx.prepare(ToyCaps(), outputs=("couplings", "scores"), images=images, tolerance=1.0)
     eager = EagerRunner(job.original)
     assert "4 images, top-1 equal on all" in verify_against_eager(job, eager)[0]
-    with pytest.raises(ExportError, match="top-1 agrees on 0.00%"):
+    with refuses(ExportError, names=["top-1", "0.00%"]):
         verify_against_eager(job, Turned(eager))
     others = export(ToyCaps(), tmp_path / "x.onnx", outputs=("couplings",), images=images, gate="quick")
     assert "top-1 not compared" in next(s.detail for s in others.gate if s.name == "top-1 on real images")
@@ -333,7 +334,7 @@ def test_a_quick_gate_tests_two_batches() -> None:
 
 def test_weights_beyond_the_format_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(to_onnx, "MAX_BYTES", 1000)
-    with pytest.raises(ExportError, match="do not fit in one ONNX file, whose limit is 2 GiB: use precision"):
+    with refuses(ExportError, names=["ONNX", "2", "GiB"]):
         export(ToyCaps(), tmp_path / "x.onnx")
     assert list(tmp_path.iterdir()) == []
 
@@ -360,10 +361,10 @@ def test_too_many_other_answers_are_refused() -> None:
     real = RealImages(images, None, "given")
     job.precision = "fp16"
     assert "99.50%" in _same_answers(job, Fixed(flat, 0), Fixed(turned, 1), real, [])
-    with pytest.raises(ExportError, match="top-1 agrees on 99.00%"):
+    with refuses(ExportError, names=["top-1", "99.00%"]):
         _same_answers(job, Fixed(flat, 0), Fixed(turned, 2), real, [])
     job.precision = "fp32"
-    with pytest.raises(ExportError, match="top-1 agrees on 99.50%; the limit is 100.0%"):
+    with refuses(ExportError, names=["top-1", "99.50%", "100.0%"]):
         _same_answers(job, Fixed(flat, 0), Fixed(turned, 1), real, [])
 
 
@@ -376,16 +377,16 @@ def test_uint8_input(tmp_path: Path) -> None:
     with torch.no_grad():
         expected = model(normalised)
     np.testing.assert_allclose(OnnxRunner(str(path))(pixels.numpy())[0], expected, atol=2e-5)
-    with pytest.raises(UsageError, match="the graph takes uint8"):
+    with refuses(UsageError, names=["uint8"]):
         export(model, path, uint8_input=True, gate="quick", images=normalised)
 
 
 def test_real_images_are_the_graph_s_input(tmp_path: Path) -> None:
     model = capszoo.create_model("resnet20_routingcaps.mnist", pretrained=True).eval()
     for shape in ((4, 1, 32, 32), (4, 3, 28, 28), (1, 28, 28), (0, 1, 28, 28)):
-        with pytest.raises(UsageError, match=r"the graph takes \[b, 1, 28, 28\], at least one image"):
+        with refuses(UsageError, names=["1", "28", "graph"]):
             export(model, tmp_path / "net.onnx", images=torch.rand(shape))
-    with pytest.raises(UsageError, match=r"the graph takes \[b, 1, 28, 28\]"):
+    with refuses(UsageError, names=["1", "28", "graph"]):
         to_onnx.write(to_onnx.prepare(model), tmp_path / "net.onnx", images=torch.rand(4, 1, 32, 32))
     assert not list(tmp_path.iterdir())
 
@@ -393,7 +394,7 @@ def test_real_images_are_the_graph_s_input(tmp_path: Path) -> None:
 def test_a_model_without_values_is_refused(tmp_path: Path) -> None:
     with torch.device("meta"):
         model = capszoo.create_model("resnet20_routingcaps", depth=8)
-    with pytest.raises(ExportError, match="its weights are on the meta device, without values"):
+    with refuses(ExportError, names=["weights", "without"]):
         export(model, tmp_path / "net.onnx")
 
 
@@ -426,7 +427,7 @@ def test_an_impossible_place_is_refused_before_tracing(tmp_path: Path) -> None:
     said: list[str] = []
     with pytest.raises(NotWritable, match=r"plain.x\.onnx"):
         export(ToyCaps(1), tmp_path / "plain" / "x.onnx", progress=said.append)
-    with pytest.raises(UsageError, match="is no regular file"):
+    with refuses(UsageError, names=["regular", "file"]):
         export(ToyCaps(1), tmp_path / "pipe.onnx", progress=said.append)
     assert said in ([], ["preparing"]) and sorted(os.listdir(tmp_path)) == ["pipe.onnx", "plain"]
 
@@ -482,14 +483,14 @@ def _dictionary(x: Tensor) -> Any:
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (_dictionary, "its forward returns a dict, a graph has tensors only"),
-        (_vanishing_eps, "NaN or infinity in the output for zero input"),
-        (_branching, "cannot trace"),
-        (_frozen, "turns the batch size into a number"),
-        (_seven_dimensions, "7 dimensions, the limit is 6"),
+        (_dictionary, ("forward", "returns")),
+        (_vanishing_eps, "NaN"),
+        (_branching, "trace"),
+        (_frozen, ("batch", "number")),
+        (_seven_dimensions, ("7", "6", "dimensions")),
         (_double, "float64"),
-        (_log_sum_exp, "operator ReduceLogSumExp"),
-        (_einsum, "operator Einsum"),
+        (_log_sum_exp, "ReduceLogSumExp"),
+        (_einsum, ("operator", "Einsum")),
     ],
 )
 def test_a_failed_gate_writes_nothing(
@@ -497,7 +498,7 @@ def test_a_failed_gate_writes_nothing(
 ) -> None:
     path = tmp_path / "bad.onnx"
     path.write_text("an older file")
-    with pytest.raises(ExportError, match=message) as caught:
+    with refuses(ExportError, names=message) as caught:
         export(Wrapped(function), path, gate="quick")
     assert "\n" not in str(caught.value) and caught.value.remedy
     assert path.read_text() == "an older file" and len(list(tmp_path.iterdir())) == 1
@@ -516,9 +517,9 @@ def test_an_unequal_graph_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     original = unroll.prepare_for_export
     monkeypatch.setattr(unroll, "prepare_for_export", spoilt)
-    with pytest.raises(ExportError, match="differs from eager by .* of the largest output") as caught:
+    with refuses(ExportError, names=["differs", "largest"]) as caught:
         export(ToyCaps(), tmp_path / "bad.onnx", gate="quick")
-    assert "its forward must not depend on random numbers" in caught.value.remedy
+    assert_names(caught.value.remedy, ["forward", "numbers"])
     report = caught.value.report
     assert report is not None and not report.passed and report.max_rel_diff > 1e-4
     assert list(tmp_path.iterdir()) == []
@@ -532,7 +533,7 @@ def test_another_answer_of_the_plain_graph_is_refused(exported: tuple[ToyCaps, P
     gate = Gate(report, to_onnx.prepare(model), onnx.load(path), lambda line: None)
     before = list(report.gate)
     try:
-        with pytest.raises(ExportError, match="optimisation changes the result"):
+        with refuses(ExportError, names=["optimisation", "changes"]):
             gate.both_graphs(other, run=True)
     finally:
         report.gate[:] = before
@@ -541,10 +542,10 @@ def test_another_answer_of_the_plain_graph_is_refused(exported: tuple[ToyCaps, P
 def test_an_opset_that_the_exporter_changes_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(UsageError, match="opset 13 cannot be written"):
+    with refuses(UsageError, names=["13", "written"]):
         export(ToyCaps(1), tmp_path / "old.onnx", opset=13, gate="quick")
     monkeypatch.setattr(options, "MIN_OPSET", 1)  # should torch.onnx change others
-    with pytest.raises(ExportError, match="asked for opset 13, the exporter wrote"):
+    with refuses(ExportError, names=["13", "exporter"]):
         export(ToyCaps(1), tmp_path / "old.onnx", opset=13, gate="quick")
     assert list(tmp_path.iterdir()) == []
 
@@ -553,7 +554,7 @@ def test_weights_with_nan_are_refused(tmp_path: Path) -> None:
     model = ToyCaps()
     with torch.no_grad():
         model.class_caps.weight[0, 0, 0] = float("nan")
-    with pytest.raises(ExportError, match=r"NaN or infinity \(class_caps.weight\)"):
+    with refuses(ExportError, names=["NaN", "class_caps.weight"]):
         export(model, tmp_path / "nan.onnx")
 
 
@@ -563,11 +564,11 @@ def test_half_precision_is_refused(tmp_path: Path) -> None:
 
 
 def test_wrong_usage(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="is a folder"):
+    with refuses(UsageError, names=["folder"]):
         export(ToyCaps(), tmp_path)
-    with pytest.raises(UsageError, match="does not say its input size"):
+    with refuses(UsageError, names=["input", "size"]):
         export(nn.Linear(4, 2), tmp_path / "x.onnx")
-    with pytest.raises(UsageError, match="no capsules"):
+    with refuses(UsageError, names=["capsules"]):
         export(nn.Conv2d(1, 2, 1), tmp_path / "x.onnx", input_size=(1, 4, 4), outputs=("poses",))
 
 

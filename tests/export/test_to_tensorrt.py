@@ -17,6 +17,7 @@ from capszoo.errors import CapszooError, UsageError
 from capszoo.export import to_onnx, to_tensorrt
 from capszoo.export.to_onnx import ExportError, ExportReport
 from capszoo.export.to_tensorrt import BuildOptions, TensorRTRunner, build_engine, trtexec_line
+from tests.support.errors import refuses
 from tests.support.toys import ToyCaps
 
 pytest.importorskip("onnx")
@@ -270,38 +271,38 @@ def test_a_fixed_batch_needs_no_profile(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("faults", "message"),
     [
-        ({"version": "10.8.0"}, "10.8.0 is too old: in the checkout: pip install"),
-        ({"version": "8.6.1"}, "too old"),
+        ({"version": "10.8.0"}, ("10.8.0", "checkout")),
+        ({"version": "8.6.1"}, "old"),
         (
             {"parse": ["no importer", "bad\nshape"]},
-            "cannot parse the graph: Einsum: no importer; Einsum: bad shape",
+            ("Einsum", "importer"),
         ),
-        ({"build": "out of\nluck"}, "failed to build the engine: out of luck$"),
-        ({"build": "Error 2: OutOfMemory"}, "OutOfMemory: allow more memory .--workspace MIB."),
-        ({"no_builder": True}, "cannot create a builder: CUDA initialization failure 35"),
-        ({"no_profile": True}, "rejected the optimisation profile"),
+        ({"build": "out of\nluck"}, ("failed", "engine")),
+        ({"build": "Error 2: OutOfMemory"}, ("OutOfMemory", "--workspace", "MIB")),
+        ({"no_builder": True}, ("CUDA", "35")),
+        ({"no_profile": True}, ("rejected", "optimisation")),
     ],
 )
 def test_refusals_are_one_line_and_write_nothing(
     faults: dict[str, Any], message: str, toy: Toy, tmp_path: Path
 ) -> None:
     onnx, _, report = toy
-    with pytest.raises(ExportError, match=message) as caught:
+    with refuses(ExportError, names=message) as caught:
         build_engine(onnx, tmp_path / "x.plan", report, trt=fake_tensorrt(**faults))
     assert "\n" not in str(caught.value) and list(tmp_path.iterdir()) == []
 
 
 def test_an_option_that_the_library_lacks_is_named(toy: Toy, tmp_path: Path) -> None:
     onnx, _, report = toy
-    with pytest.raises(ExportError, match="has no ComputeCapability.SM42"):
+    with refuses(ExportError, names=["ComputeCapability.SM42"]):
         options = BuildOptions(compute_capability="SM42")
         build_engine(onnx, tmp_path / "x.plan", report, options, fake_tensorrt())
 
 
 def test_impossible_options() -> None:
-    with pytest.raises(UsageError, match="workspace of 0 MiB"):
+    with refuses(UsageError, names=["0", "MiB"]):
         BuildOptions(workspace_mib=0)
-    with pytest.raises(UsageError, match="no optimisation level 9"):
+    with refuses(UsageError, names=["9", "optimisation"]):
         BuildOptions(optimization_level=9)
 
 
@@ -347,9 +348,9 @@ def test_write_without_tensorrt(toy: Toy, tmp_path: Path, monkeypatch: pytest.Mo
     described, steps = to_tensorrt.write(job, report, tmp_path, BuildOptions())
     assert "pip install -e '.[tensorrt]'" in described["note"] and described["file"] is None
     assert [step.passed for step in steps] == [None, None]
-    with pytest.raises(ExportError, match="TensorRT is not installed: in the checkout: pip install"):
+    with refuses(ExportError, names=["TensorRT"]):
         build_engine(tmp_path / "model.onnx", tmp_path / "x.plan", report)
-    with pytest.raises(CapszooError, match="TensorRT is not installed"):
+    with refuses(CapszooError, names=["TensorRT"]):
         TensorRTRunner(tmp_path / "x.plan")
 
 
@@ -400,12 +401,12 @@ def test_runner(tmp_path: Path) -> None:
     (scores,) = runner(np.zeros((2, 1, 10, 10), np.float32))
     assert scores.shape == (2, 5) and scores.dtype == np.float32
     assert ("address", "input", True) in trt.calls and ("address", "scores", True) in trt.calls
-    with pytest.raises(CapszooError, match="batch 9 is outside the engine's profile"):
+    with refuses(CapszooError, names=["9", "outside"]):
         runner(np.zeros((9, 1, 10, 10), np.float32))
-    with pytest.raises(CapszooError, match="cannot be loaded: it was built for another GPU"):
+    with refuses(CapszooError, names=["GPU"]):
         TensorRTRunner(tmp_path / "x.plan", fake_tensorrt(foreign=True), device="cpu")
     stuck = TensorRTRunner(tmp_path / "x.plan", fake_tensorrt(run=True), device="cpu")
-    with pytest.raises(CapszooError, match="does not run"):
+    with refuses(CapszooError, names=["run"]):
         stuck(np.zeros((2, 1, 10, 10), np.float32))
 
 
@@ -414,7 +415,7 @@ def test_the_stand_in_is_a_step_of_the_gate(toy: Toy, monkeypatch: pytest.Monkey
     monkeypatch.setattr(to_tensorrt, "find_rtx", lambda: None)
     assert to_tensorrt.rtx_step(onnx, report).passed is None
     before = list(report.gate)
-    with pytest.raises(ExportError, match="cannot parse the graph") as caught:
+    with refuses(ExportError, names=["parse", "graph"]) as caught:
         to_tensorrt.rtx_step(onnx, report, fake_tensorrt("1.7.1", name="tensorrt_rtx", parse=["no importer"]))
     assert caught.value.report is report and report.gate[-1].passed is False
     report.gate[:] = before
@@ -449,7 +450,7 @@ def test_tensorrt_rtx_takes_uint8_and_refuses_nonsense(tmp_path: Path) -> None:
     report = to_onnx.write(job, tmp_path / "model.onnx", check=False)
     assert to_tensorrt.rtx_step(tmp_path / "model.onnx", report).passed
     (tmp_path / "bad.onnx").write_bytes(b"no model")
-    with pytest.raises(ExportError, match="cannot parse the graph"):
+    with refuses(ExportError, names=["parse", "graph"]):
         to_tensorrt.rtx_step(tmp_path / "bad.onnx", report)
 
 

@@ -13,6 +13,7 @@ from capszoo.export import to_torch_tensorrt
 from capszoo.export.to_onnx import ExportError
 from capszoo.export.to_tensorrt import BuildOptions
 from capszoo.export.to_torch_tensorrt import compile_module, find_torch_tensorrt
+from tests.support.errors import refuses
 from tests.support.toys import ToyCaps
 
 
@@ -116,22 +117,22 @@ def test_a_release_without_the_older_options() -> None:
 @pytest.mark.parametrize(
     ("faults", "message"),
     [
-        ({"wrong": True}, "torch_tensorrt differs from eager by"),
-        ({"fails": True}, "Torch-TensorRT cannot compile it: no converter$"),
+        ({"wrong": True}, "torch_tensorrt"),
+        ({"fails": True}, "Torch-TensorRT"),
     ],
 )
 def test_refusals(faults: dict[str, bool], message: str) -> None:
-    with pytest.raises(ExportError, match=message) as caught:
+    with refuses(ExportError, names=message) as caught:
         compile_module(ToyCaps(1).eval(), batch=2, device="cpu", torch_tensorrt=fake(**faults))
     assert "\n" not in str(caught.value)
 
 
 def test_absent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(to_torch_tensorrt, "find_torch_tensorrt", lambda: None)
-    with pytest.raises(ExportError, match="not installed: pip install torch-tensorrt"):
+    with refuses(ExportError, names=["installed", "torch-tensorrt"]):
         compile_module(ToyCaps(1))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ExportError, match="needs an NVIDIA GPU"):
+    with refuses(ExportError, names=["NVIDIA", "GPU"]):
         compile_module(ToyCaps(1), torch_tensorrt=fake())
     with pytest.raises(UsageError, match="no int8"):
         compile_module(ToyCaps(1), precision="int8")

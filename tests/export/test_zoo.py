@@ -15,6 +15,7 @@ from capszoo.export.compare import EagerRunner, OnnxRunner, compare_outputs
 from capszoo.export.prepare import prepare
 from capszoo.export.to_onnx import ExportError, ExportReport, export
 from tests.support import warm, zoo
+from tests.support.errors import refuses
 
 pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
@@ -118,7 +119,7 @@ def test_runtime(tmp_path: Path) -> None:
     assert parts > 1.5 * max(whole, half), "half precision is for GPUs too"
     job = prepare(model)
     assert len(job.trace("onnx_cpu").graph.nodes) > 1.5 * len(job.trace().graph.nodes)
-    with pytest.raises(UsageError, match="unknown runtime 'tpu'.*cpu or gpu"):
+    with refuses(UsageError, names=["tpu"]):
         export(model, tmp_path / "y.onnx", runtime="tpu")
     assert not (tmp_path / "y.onnx").exists()
 

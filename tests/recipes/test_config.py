@@ -22,6 +22,7 @@ from capszoo.recipes.config import (
     load_recipe,
 )
 from capszoo.recipes.evaluation.target import create_for
+from tests.support.errors import refuses
 
 SMALL = {"arch": "some_net", "tag": "mnist", "data": {"name": "mnist"}, "epochs": 2}
 
@@ -139,18 +140,18 @@ def test_numbers_and_sizes_as_people_write_them(tmp_path: Path) -> None:
 def test_broken_files(tmp_path: Path) -> None:
     path = tmp_path / "r.yaml"
     for text, expected in [
-        ("arch: [1", "not valid YAML"),
-        ("- a\n- b", "must be a mapping"),
-        ("arch: x\ntag: mnist\nepochs: 1\n", "the key 'data' is missing"),
-        ("", "must be a mapping"),
+        ("arch: [1", "YAML"),
+        ("- a\n- b", "mapping"),
+        ("arch: x\ntag: mnist\nepochs: 1\n", "data"),
+        ("", "mapping"),
     ]:
         path.write_text(text)
-        with pytest.raises(RecipeError, match=expected) as caught:
+        with refuses(RecipeError, names=expected) as caught:
             load_recipe(path)
         assert "\n" not in str(caught.value)
-    with pytest.raises(RecipeError, match="no such recipe file"):
+    with refuses(RecipeError, names=["recipe", "file"]):
         load_recipe(tmp_path / "absent.yaml")
-    with pytest.raises(RecipeError, match="did you mean 'resnet20_routingcaps.mnist'"):
+    with refuses(RecipeError, names=["resnet20_routingcaps.mnist"]):
         load_recipe("resnet20_routingcap.mnist")
 
 
@@ -173,7 +174,7 @@ def test_find_recipe_by_name_and_path() -> None:
     path = find_recipe("resnet20_routingcaps.mnist")
     assert path == CONFIGS / "resnet20_routingcaps.mnist.yaml"
     assert find_recipe(path) == path == find_recipe("resnet20_routingcaps.mnist.yaml")
-    with pytest.raises(RecipeError, match="no such recipe file: typo/resnet20_routingcaps.mnist.yaml"):
+    with refuses(RecipeError, names=["typo/resnet20_routingcaps.mnist.yaml"]):
         find_recipe("typo/resnet20_routingcaps.mnist.yaml")
 
 
@@ -244,7 +245,7 @@ def test_profile_mistakes_are_one_line(
 
 def test_set_does_not_choose_a_profile(tmp_path: Path) -> None:
     path = write_recipe(tmp_path / "r.yaml", PROFILES)
-    with pytest.raises(RecipeError, match="chosen by --profile"):
+    with refuses(RecipeError, names=["--profile"]):
         load_recipe(path, ["profile=short"])
 
 

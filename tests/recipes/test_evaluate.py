@@ -24,6 +24,7 @@ from capszoo.recipes.evaluation.target import prepare, score_threshold
 from capszoo.recipes.train import TrainingError, train
 from capszoo.recipes.training.run_folder import check_run
 from capszoo.recipes.training.step import TrainStep
+from tests.support.errors import refuses
 
 SMALL = {"arch": "some_net", "tag": "mnist", "data": {"name": "mnist"}, "epochs": 2}
 LABELS = torch.tensor([[1.0, 0, 1, 0], [0, 1, 0, 0], [0, 0, 1, 1]])
@@ -39,7 +40,7 @@ def test_an_image_counts_where_exactly_its_labels_are_found() -> None:
 
 
 def test_a_batch_has_an_image() -> None:
-    with pytest.raises(UsageError, match="batch_size must be at least 1, not 0"):
+    with refuses(UsageError, names=["batch_size", "1", "0"]):
         evaluate("resnet20_routingcaps.mnist", batch_size=0)
 
 
@@ -115,16 +116,16 @@ def test_augment_keys_are_those_of_the_data_package() -> None:
     ("change", "message"),
     [
         ("data.augment.hue=0.7", "data.augment.hue"),
-        ("data.augment.rotaton=5", "did you mean 'rotation'"),
-        ("data.augment.scale=[1.2, 0.8]", "the smallest factor comes first"),
-        ("data.name=multi_mnist", "did you mean 'multimnist'"),
-        ("data.name='hf:'", "must be followed by: a repository of the Hub"),
+        ("data.augment.rotaton=5", "rotation"),
+        ("data.augment.scale=[1.2, 0.8]", ("smallest", "factor")),
+        ("data.name=multi_mnist", "multimnist"),
+        ("data.name='hf:'", ("followed", "repository")),
     ],
 )
 def test_mistakes_name_the_key(tmp_path: Path, change: str, message: str) -> None:
     path = tmp_path / "r.yaml"
     path.write_text(yaml.safe_dump(SMALL))
-    with pytest.raises(RecipeError, match=message):
+    with refuses(RecipeError, names=message):
         load_recipe(path, [change])
 
 
@@ -191,7 +192,8 @@ def test_a_run_from_before_a_key_was_new_goes_on(tmp_path: Path) -> None:
     old["data"]["augment"] = {"shift": 0, "flip": False}
     (tmp_path / "recipe.json").write_text(json.dumps(old))
     check_run(recipe, tmp_path, True)
+    (tmp_path / "metrics.jsonl").write_text("{}\n")  # an epoch has ended
     old["data"]["augment"] = {"shift": 2, "flip": False}
     (tmp_path / "recipe.json").write_text(json.dumps(old))
-    with pytest.raises(TrainingError, match="holds a run with data.*shift.*2"):
+    with refuses(TrainingError, names=["shift", "2"]):
         check_run(recipe, tmp_path, True)

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from capszoo.recipes.config import Recipe, RecipeError, load_recipe
 from capszoo.recipes.train import train
+from tests.support.errors import refuses
 
 
 def encap_recipe(**changes: Any) -> Recipe:
@@ -93,5 +94,5 @@ def test_unknown_key_of_feedback_names_the_nearest() -> None:
     without = Recipe.model_validate({**tree, "feedback": None})
     tree["feedback"]["wieght"] = 1.0
     for given, overrides in ((tree, []), (without, ["feedback={wieght: 1.0}"])):
-        with pytest.raises(RecipeError, match="key of 'feedback'.*weight"):
+        with refuses(RecipeError, names=["feedback"]):
             load_recipe(given, overrides)

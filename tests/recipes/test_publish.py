@@ -28,6 +28,7 @@ from capszoo.recipes.publish import PublishError, publish
 from capszoo.recipes.release.public import public
 from capszoo.recipes.weights import write_weights
 from tests.support import packed
+from tests.support.errors import assert_names, refuses
 from tests.support.hub import Fault, Hub, Repo
 from tests.support.hub_client import Client, Done
 from tests.support.recipes import HISTORY
@@ -174,10 +175,11 @@ def test_there_and_back(hub: Hub, client: Client, run: Path, home: Path, root: P
         assert done.code == 1 and "me/never-seen" in done.error
         code = "from capszoo._pretrained.files import *; download_weights('me/never-seen', local_name='x.safetensors')"
         done = offline.python(code)
-        assert "no weights of me/never-seen on this machine" in done.error and "weights" in done.error
+        assert_names(done.error, ["me/never-seen", "weights"])
         assert "http://127.0.0.1:9/me/never-seen" in done.error, "the mirror that HF_ENDPOINT names"
         done = offline.capszoo("publish", run, "me/pets")
-        assert done.code == 1 and "the connection to the Hub broke" in done.error
+        assert_names(done.error, ["connection", "broke"])
+        assert done.code == 1
     finally:
         offline.close()
 
@@ -306,10 +308,12 @@ def test_a_checkpoint_of_the_zoo_by_its_tag(hub: Hub, client: Client) -> None:
     repo.tags.clear()
     for _ in range(2):
         done = client.python(absent)
-        assert done.code == 1 and "they are not those that are expected: update capszoo" in done.error
+        assert_names(done.error, ["expected", "capszoo"])
+        assert done.code == 1
     assert hub.sent("GET", "resolve/.*/model.safetensors") == before, "intact weights of another version stay"
     done = client.python(absent)
-    assert done.code == 1 and "the sha256 of model.safetensors is" in done.error
+    assert_names(done.error, ["sha256", "model.safetensors"])
+    assert done.code == 1
 
 
 @pytest.mark.parametrize("stated", ["", "soon", "0", "-1", "nan", "inf"])
@@ -317,7 +321,7 @@ def test_a_time_limit_that_is_none(stated: str, monkeypatch: pytest.MonkeyPatch)
     from capszoo._utils.hub import limit_hub_waits
 
     monkeypatch.setenv("CAPSZOO_HUB_TIMEOUT", stated)
-    with pytest.raises(capszoo.errors.UsageError, match="CAPSZOO_HUB_TIMEOUT is '"):
+    with refuses(capszoo.errors.UsageError, names=["CAPSZOO_HUB_TIMEOUT"]):
         limit_hub_waits()
 
 
@@ -381,9 +385,11 @@ def test_every_failure_is_one_line_and_a_repeat_finishes(
 
 def test_no_token_and_a_wrong_one(hub: Hub, client: Client, run: Path) -> None:
     done = client.capszoo("publish", run, "me/nobody", token=None)
-    assert done.code == 1 and "the Hub needs a token (401)" in done.error and "hf auth login" in done.error
+    assert_names(done.error, ["401", "token", "auth", "login"])
+    assert done.code == 1
     done = client.capszoo("publish", run, "me/nobody", token="hf_wrong")
-    assert done.code == 1 and "does not accept your token (401)" in done.error
+    assert_names(done.error, ["401", "accept"])
+    assert done.code == 1
     assert "hf_wrong" not in done.err + done.out and "me/nobody" not in hub.repos
 
 
@@ -460,7 +466,7 @@ def test_metadata_damaged_in_the_cache_are_fetched_anew(
         assert done.code == 0 and cached.read_bytes() == whole, done.err
     cached.resolve().write_bytes(b"[]")
     hub.faults = [Fault("GET", "metadata.json", 500, times=99)]
-    assert "where a JSON object is needed" in client.python(code).error
+    assert_names(client.python(code).error, ["JSON"])
 
 
 @pytest.mark.parametrize("stated", [True, False])
@@ -479,7 +485,8 @@ def test_a_damaged_download_does_not_stay(
         code = f"import capszoo, timm; {library}.create_model('hf-hub:me/damaged', pretrained=True)"
         hub.faults = [Fault("GET", "model.safetensors", corrupt=True)]
         done = client.python(code)
-        assert done.code == 1 and "removed from the cache, so try again" in done.error
+        assert_names(done.error, ["removed", "cache"])
+        assert done.code == 1
         assert client.python(code).code == 0, "fetched anew"
         client.python(f"import shutil; shutil.rmtree({str(home / 'hub' / 'models--me--damaged')!r})")
     hub.faults = [Fault("GET", "model.safetensors", drop=True, times=99)]
@@ -488,7 +495,8 @@ def test_a_damaged_download_does_not_stay(
     done = client.capszoo("predict", "hf-hub:me/damaged", digit)
     assert done.code == 1 and "me/damaged" in done.error
     done = client.python("import capszoo; capszoo.create_model('hf-hub:me/damaged', pretrained=True)")
-    assert done.code == 1 and "no weights of me/damaged" in done.error
+    assert_names(done.error, ["me/damaged"])
+    assert done.code == 1
     hub.faults = []
     assert same(client.python(scores("me/damaged")))
 
@@ -503,12 +511,15 @@ def test_nothing_but_safetensors_is_loaded(hub: Hub, client: Client, root: Path)
     for name, config in (("ours", ours), ("timms", timms)):
         hub.add(f"else/{name}", config__json=json.dumps(config).encode(), pytorch_model__bin=b"a pickle")
         done = client.python(f"import capszoo; capszoo.create_model('hf-hub:else/{name}', pretrained=True)")
-        assert done.code == 1 and f"else/{name} has no model.safetensors" in done.error
-        assert "nothing else is loaded" in done.error
+        assert_names(done.error, [f"else/{name}", "model.safetensors"])
+        assert done.code == 1
+        assert_names(done.error, ["nothing", "loaded"])
     done = client.python("import capszoo, timm; timm.create_model('hf-hub:else/ours', pretrained=True)")
-    assert done.code == 1 and "else/ours has no model.safetensors" in done.error
+    assert_names(done.error, ["else/ours", "model.safetensors"])
+    assert done.code == 1
     done = client.capszoo("predict", "hf-hub:else/ours", root / "capszoo" / "assets" / "digit_1.png")
-    assert done.code == 1 and "has no model.safetensors" in done.error
+    assert_names(done.error, ["model.safetensors"])
+    assert done.code == 1
     assert not hub.sent("GET", "pytorch_model.bin")
 
 
@@ -522,7 +533,9 @@ def test_private(hub: Hub, client: Client, run: Path) -> None:
     assert client.python(load).code == 1 and client.python(load, token="hf_right").code == 0
     hub.add("me/open")
     done = client.capszoo("publish", run, "me/open", "--private")
-    assert done.code == 1 and "exists and is public" in done.error and not hub.repos["me/open"].files
+    assert_names(done.error, ["exists", "public"])
+    assert done.code == 1
+    assert not hub.repos["me/open"].files
 
 
 def test_a_dry_run_makes_no_call(hub: Hub, client: Client, run: Path, tmp_path: Path) -> None:
@@ -533,7 +546,8 @@ def test_a_dry_run_makes_no_call(hub: Hub, client: Client, run: Path, tmp_path: 
     for name in FILES:
         assert f"me/dry/{name}" in done.out
     done = client.capszoo("publish", run, "me/dry", "--dry-run", "--out", out, token=None)
-    assert done.code == 1 and "exists already" in done.error
+    assert_names(done.error, ["exists"])
+    assert done.code == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["staged"], "nothing half-written"
 
 
@@ -547,14 +561,17 @@ def test_the_whole_zoo(hub: Hub, client: Client, tmp_path: Path) -> None:
     assert done.code == 0 and not hub.calls
     command = ("publish", "--all", "zoo", "--out", str(tmp_path / "kept"))
     done = client.capszoo(*command)
-    assert done.code == 1 and "resnet20_routingcaps.mnist (1 of 2 were done)" in done.error
+    assert_names(done.error, ["resnet20_routingcaps.mnist", "1", "2"])
+    assert done.code == 1
     done = client.capszoo(*command)  # files of the first call are replaced
     assert done.code == 0, done.err
     assert {path.name for path in (tmp_path / "kept").iterdir()} == set(some)
     kept = tmp_path / "kept" / some[0] / "notes.md"
     kept.write_text("the user's own")
     done = client.capszoo("publish", "--all", "zoo", "--dry-run", "--out", str(tmp_path / "kept"))
-    assert done.code == 1 and f"{some[0]} exists already" in done.error and kept.exists()
+    assert_names(done.error, [some[0]])
+    assert done.code == 1
+    assert kept.exists()
     (tmp_path / "other" / some[0]).mkdir(parents=True)
     done = client.capszoo("publish", "--all", "zoo", "--dry-run", "--out", str(tmp_path / "other"))
     assert done.code == 1 and f"{some[0]} exists already" in done.error, "a folder of the user's own"
@@ -600,7 +617,8 @@ def test_a_space_keeps_the_user_s_files_and_none_of_ours_that_are_gone(
     assert done.code == 0, done.err
     assert set(hub.repos["me/room"].files) == {"app.py", "capszoo/weights/new.py", "notes"}
     done = client.python(call.format(str(tmp_path / "new"), True), token="hf_right")
-    assert done.code == 1 and "me/room exists and is public" in done.err
+    assert_names(done.err, ["me/room"])
+    assert done.code == 1
 
 
 def test_a_private_space_by_the_command(hub: Hub, client: Client, tmp_path: Path) -> None:
@@ -640,7 +658,7 @@ def test_other_scores_than_the_runs_are_not_sent(run: Path, tmp_path: Path) -> N
     arrays = dict(np.load(golden))
     arrays["scores"] = arrays["scores"] * 1.01
     np.savez(golden, **arrays)
-    with pytest.raises(PublishError, match="its scores differ by .* from the golden outputs"):
+    with refuses(PublishError, names=["differ", "outputs"]):
         publish(copy, "me/other", dry_run=True)
     golden.unlink()  # a run without golden outputs gets some
     assert publish(copy, "me/other", dry_run=True)["files"]
@@ -749,9 +767,9 @@ def test_every_status_of_the_hub_has_its_message(
 def test_a_broken_connection_and_a_refused_token_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.get_token", lambda: "hf_old")  # of HF_TOKEN or `hf auth login`
     refused = _hub._explained(ValueError(), 401, None, "ann/pets")
-    assert "the Hub does not accept your token (401)" in str(refused)
+    assert_names(str(refused), ["401", "accept"])
     broken = _hub._explained(ConnectionError("reset by peer"), None, None, "ann/pets")
-    assert "the connection to the Hub broke (reset by peer)" in str(broken)
+    assert_names(str(broken), ["connection", "broke"])
 
 
 def test_a_second_name_of_a_checkpoint_is_not_published(tmp_path: Path) -> None:

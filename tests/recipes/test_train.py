@@ -21,7 +21,7 @@ import capszoo
 from capszoo._utils.files import NotWritable
 from capszoo.checkpoint import model_from_file
 from capszoo.data import Batches, DataError, load_dataset, split_validation
-from capszoo.errors import UsageError
+from capszoo.errors import CapszooError, UsageError
 from capszoo.models import WeightsError
 from capszoo.recipes import train as train_module
 from capszoo.recipes.config import RecipeError
@@ -36,6 +36,7 @@ from capszoo.recipes.training.run_folder import RunLock
 from capszoo.recipes.training.state import save_state
 from capszoo.recipes.weights import bundle
 from tests.support.command import fails, succeeds
+from tests.support.errors import assert_names, refuses
 from tests.support.recipes import tiny_recipe
 
 
@@ -179,7 +180,7 @@ def test_a_finished_run_is_not_evaluated_again(
         patch.setattr(finish, "evaluate", None)
         again = train(tiny_recipe(), out=tmp_path / "run", data=tiny_mnist)
     said = capsys.readouterr()
-    assert "already finished; choose another --out" in said.err
+    assert_names(said.err, ["--out"])
     test = first["test"]
     assert said.out.splitlines() == [
         f"weights in {first['weights']}",
@@ -210,9 +211,7 @@ def test_a_run_whose_checkpoints_are_lost_does_not_start_again(
     else:
         for file in out.glob("checkpoints/*/optimizer.pt"):
             file.write_bytes(b"")
-    with pytest.raises(
-        TrainingError, match="no checkpoint of the run in .* can be read: put checkpoints/ back"
-    ):
+    with refuses(TrainingError, names=["checkpoints/"]):
         train(tiny_recipe(), out=out, data=tiny_mnist)
     assert (out / "metrics.jsonl").read_bytes() == records
 
@@ -271,7 +270,7 @@ def test_checkpoints_are_whole_or_absent(tmp_path: Path, monkeypatch: pytest.Mon
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full_disk)
-        with pytest.raises(NotWritable, match="step-00000002: No space"):
+        with refuses(NotWritable, names=["step-00000002"]):
             save_checkpoint(tmp_path, 2, weights, {"optimizer": {}}, position)
     assert files_under(tmp_path) == {
         f"checkpoints/step-00000001/{file}" for file in ("model.safetensors", "optimizer.pt", "state.json")
@@ -347,15 +346,10 @@ def test_a_gradient_that_is_not_finite_is_named(
             return (scores - scores.detach()).abs().sum().sqrt() + scores.mean()
 
     monkeypatch.setattr(step, "create_loss", lambda *_, **__: Overflow())
-    with pytest.raises(
-        TrainingError,
-        match=r"not finite at update 2 .*, first in the gradient of \S+ at update 1; .* update 0",
-    ):
+    with refuses(TrainingError, names=["2", "1", "0", "gradient"]):
         train(tiny_recipe(), out=tmp_path / "run", data=tiny_mnist)
     # the weights of update 1 are not finite: no checkpoint has them
-    with pytest.raises(
-        TrainingError, match=r"at update 1 .*, first in the gradient of \S+; .* update 0 is kept"
-    ):
+    with refuses(TrainingError, names=["1", "0", "gradient"]):
         train(tiny_recipe(checkpoint_every=1), out=tmp_path / "often", data=tiny_mnist)
     assert os.listdir(tmp_path / "often" / "checkpoints") == ["step-00000000"]
 
@@ -370,9 +364,7 @@ def test_a_loss_that_is_not_finite_once_is_told_from_one_that_is_again(
         return original(*args) * (float("nan") if len(calls) == 2 else 1.0)
 
     monkeypatch.setattr(train_module, "train_step", once)
-    with pytest.raises(
-        TrainingError, match="; repeating those updates did not reproduce it; the state of update 0"
-    ):
+    with refuses(TrainingError, names=["0", "repeating"]):
         train(tiny_recipe(), out=tmp_path / "run", data=tiny_mnist)
 
 
@@ -383,21 +375,19 @@ def test_a_run_without_images_to_measure_on_finishes(
     first = train(recipe, out=tmp_path / "run", data=tiny_mnist)
     capsys.readouterr()
     assert train(recipe, out=tmp_path / "run", data=tiny_mnist) == first
-    assert "already finished" in capsys.readouterr().err
+    assert_names(capsys.readouterr().err, ["finished"])
 
 
 def test_records_that_are_missing_at_the_end_are_one_line(
     tiny_mnist: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(RunLog, "records", lambda *_: [])
-    with pytest.raises(
-        TrainingError, match="metrics.jsonl has no validation accuracy of the last epoch: put"
-    ):
+    with refuses(TrainingError, names=["metrics.jsonl"]):
         train(tiny_recipe(epochs=1), out=tmp_path / "run", data=tiny_mnist)
 
 
 def test_threads_are_those_of_the_call(tiny_mnist: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="--threads 0: training needs at least one CPU thread"):
+    with refuses(UsageError, names=["--threads", "0", "CPU"]):
         train(tiny_recipe(), out=tmp_path / "run", data=tiny_mnist, threads=0)
     assert not (tmp_path / "run").exists()
 
@@ -449,7 +439,7 @@ def test_a_signal_saves_and_says_how_to_go_on(
         return original(*args)
 
     monkeypatch.setattr(step, "_update", interrupted)
-    with pytest.raises(TrainingError, match="stopped at update 4 of 6; the same command resumes") as caught:
+    with refuses(TrainingError, names=["4", "6", "command"]) as caught:
         train(recipe, out=tmp_path / "run", data=tiny_mnist)
     assert caught.value.exit_code == 128 + number and signal.getsignal(number) == handler
     signal.signal(number, original_handler)
@@ -525,7 +515,7 @@ def test_a_second_interrupt_stops_at_once(
         return original(*args)
 
     monkeypatch.setattr(step, "_update", stuck)
-    with pytest.raises(TrainingError, match="stopped at once; the same command resumes at update 3 of 6"):
+    with refuses(TrainingError, names=["3", "6", "command"]):
         train(tiny_recipe(), out=tmp_path / "run", data=tiny_mnist)
 
 
@@ -539,39 +529,37 @@ def test_mistakes_are_one_line(tiny_mnist: Path, tmp_path: Path) -> None:
         assert not out.exists()  # a start that fails has written nothing
         return str(caught.value)
 
-    assert "did you mean" in message(RecipeError, arch="resnet20_routingcap", model_args={})
-    assert "did you mean 'routing_iters'" in message(RecipeError, model_args={"routing_iter": 2})
+    assert_names(message(CapszooError, arch="resnet20_routingcap", model_args={}), ["resnet20_routingcaps"])
+    assert_names(message(CapszooError, model_args={"routing_iter": 2}), ["routing_iters"])
     assert "adamw" in message(RecipeError, optimizer={"name": "adamw", "options": {"betaz": 1}})
-    assert "unknown optimizer 'no_such'" in message(RecipeError, optimizer={"name": "no_such"})
+    assert_names(message(RecipeError, optimizer={"name": "no_such"}), ["no_such"])
     assert "no_such" in message(RecipeError, loss={"name": "no_such"})
-    assert "margin of loss 'spread' must be a finite number" in message(
-        RecipeError, loss={"name": "spread", "options": {"margin": "wide"}}
-    )
-    assert "do not fill one batch" in message(DataError, batch_size=101)
-    assert "cannot be carved" in message(DataError, data={"name": "mnist", "val_size": 120})
-    with pytest.raises(DataError, match="no such folder; --data takes a folder"):
+    assert_names(message(RecipeError, loss={"name": "spread", "options": {"margin": "wide"}}), ["spread"])
+    assert_names(message(DataError, batch_size=101), ["fill", "batch"])
+    assert_names(message(DataError, data={"name": "mnist", "val_size": 120}), ["carved"])
+    with refuses(DataError, names=["--data"]):
         train(tiny_recipe(), out=out, data=tmp_path / "absent")
     assert not out.exists()
 
 
 def test_another_recipe_s_run_is_not_overwritten(tiny_mnist: Path, tmp_path: Path) -> None:
     train(tiny_recipe(), out=tmp_path / "run", data=tiny_mnist, stop_after=1)
-    with pytest.raises(TrainingError, match="holds a run with epochs=2, this recipe says 3"):
+    with refuses(TrainingError, names=["epochs=2", "3"]):
         train(tiny_recipe(epochs=3), out=tmp_path / "run", data=tiny_mnist)
-    with pytest.raises(TrainingError, match="holds a run with optimizer.lr=0.003, this recipe says 0.1"):
+    with refuses(TrainingError, names=["optimizer.lr=0.003", "0.1"]):
         train(tiny_recipe(optimizer={"lr": 0.1}), out=tmp_path / "run", data=tiny_mnist)
-    with pytest.raises(TrainingError, match="already holds a run"):
+    with refuses(TrainingError, names=["holds", "run"]):
         train(tiny_recipe(), out=tmp_path / "run", data=tiny_mnist, resume=False)
-    with pytest.raises(WeightsError, match="not a finished run"):
+    with refuses(WeightsError, names=["finished", "run"]):
         bundle(tmp_path / "run", tmp_path / "weights")
     (tmp_path / "file").write_text("")
-    with pytest.raises(TrainingError, match="cannot write to"):
+    with refuses(TrainingError, names=["write"]):
         train(tiny_recipe(), out=tmp_path / "file", data=tiny_mnist)
 
 
 def test_a_batch_is_shared_evenly(tiny_mnist: Path, tmp_path: Path) -> None:
     three: Any = SimpleNamespace(num_processes=3, device=torch.device("cpu"), is_main_process=True)
-    with pytest.raises(RecipeError, match="batch_size 32 cannot be shared by 3 processes in 1 parts each"):
+    with refuses(RecipeError, names=["batch_size", "32", "3", "1"]):
         train_module._prepare(
             tiny_recipe(), tmp_path / "run", tiny_mnist, True, None, three, None, RunLock(tmp_path), False
         )
@@ -581,7 +569,7 @@ def test_one_image_is_too_few_for_batch_norm() -> None:
     net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(784, 10), torch.nn.BatchNorm1d(10))
     module = step.TrainStep(net, tiny_recipe())
     batch = (torch.rand(1, 1, 28, 28), torch.tensor([3]), torch.zeros(1, 1, 28, 28))
-    with pytest.raises(RecipeError, match="BatchNorm has no variance of one value: raise batch_size"):
+    with refuses(RecipeError, names=["BatchNorm", "batch_size"]):
         module(*batch)
     loss, scores = module(*(part.repeat_interleave(2, 0) for part in batch))
     assert loss.isfinite() and scores.shape == (2, 10)
@@ -589,16 +577,14 @@ def test_one_image_is_too_few_for_batch_norm() -> None:
 
 def test_reconstruction_without_a_decoder_is_refused(tiny_mnist: Path, tmp_path: Path) -> None:
     recipe = tiny_recipe(loss={"name": "margin", "reconstruction": 0.0005})
-    with pytest.raises(RecipeError, match="loss.reconstruction needs a decoder: set model_args.decoder"):
+    with refuses(RecipeError, names=["loss.reconstruction", "model_args.decoder"]):
         train(recipe, out=tmp_path / "run", data=tiny_mnist)
     assert not (tmp_path / "run").exists()
 
 
 def test_a_decoder_that_no_loss_trains_is_refused(tiny_mnist: Path, tmp_path: Path) -> None:
     recipe = tiny_recipe(model_args={"depth": 8, "decoder": True})
-    with pytest.raises(
-        RecipeError, match=r"model_args.decoder is not trained without loss.reconstruction: set its"
-    ):
+    with refuses(RecipeError, names=["model_args.decoder", "loss.reconstruction"]):
         train(recipe, out=tmp_path / "run", data=tiny_mnist)
     assert not (tmp_path / "run").exists()
 

@@ -11,6 +11,7 @@ import yaml
 from capszoo.recipes import yaml_tree
 from capszoo.recipes.config import RecipeError, load_recipe
 from capszoo.recipes.yaml_tree import YamlError, read_yaml
+from tests.support.errors import refuses
 
 BOMB = "a0: &m0 {x: 1, y: 2}\n" + "".join(
     f"a{k}: &m{k} {{a: *m{k - 1}, b: *m{k - 1}}}\n" for k in range(1, 27)
@@ -80,9 +81,9 @@ def test_what_is_refused_is_one_line(text: str, tmp_path: Path) -> None:
 
 
 def test_a_key_that_stands_twice() -> None:
-    with pytest.raises(YamlError, match="line 3: 'epochs' is stated twice"):
+    with refuses(YamlError, names=["epochs", "3"]):
         read_yaml("epochs: 20\nlr: 0.1\nepochs: 2\n")
-    with pytest.raises(YamlError, match="line 4: 'b' is stated twice"):
+    with refuses(YamlError, names=["b", "4"]):
         read_yaml("? [a]\n: 1\nb: 2\nb: 3\n")
     assert read_yaml("a: &a {x: 1}\nb: {<<: *a, y: 2}\nc: [{x: 1}, {x: 2}]") == {
         "a": {"x": 1},
@@ -116,13 +117,12 @@ def test_a_profile_of_nested_anchors(tmp_path: Path) -> None:
     head = "arch: idpa_cnn\ntag: x\ndata: {name: mnist}\nepochs: 1\nprofiles:\n  p:\n    a0: &m0 {x: 1}\n"
     path.write_text(head + levels)
     start = time.monotonic()
-    with pytest.raises(RecipeError, match="expand to more than"):
+    with refuses(RecipeError, names=["expand"]):
         load_recipe(path, profile="p")
     assert time.monotonic() - start < 5 and path.stat().st_size < 2000
 
 
 def test_set_takes_plain_values_alone() -> None:
     for text in ("!!int x", "2020-99-99", "[" * 3000, "&a [*a]"):
-        with pytest.raises(RecipeError, match="is not a YAML value") as e:
+        with refuses(RecipeError, names=["--set", "seed", "YAML"]):
             load_recipe("idpa_cnn.mnist", [f"seed={text}"])
-        assert len(str(e.value)) < 800

@@ -29,7 +29,7 @@ def assert_form(error: CapszooError) -> None:
     assert line and "\n" not in line, line
     assert len(re.sub(r"/\S*/", "", line)) <= 300, line
     if not isinstance(error, DataError):
-        assert error.remedy or re.search(r"[:;] |did you mean|\bmust\b", line), f"no remedy: {line}"
+        assert error.remedy or re.search(r"[:;] |did you mean|\bmust\b|\bUse\b", line), f"no remedy: {line}"
 
 
 @contextmanager

@@ -32,6 +32,7 @@ from capszoo.export.bundle.check import _verified, open_runner
 from capszoo.export.verify.images import load_images
 from capszoo.inference import load_model, predict
 from tests.support import load_script
+from tests.support.errors import assert_names, refuses
 from tests.support.toys import ToyCaps
 
 pytest.importorskip("onnx")
@@ -137,7 +138,7 @@ def test_without_tensorrt_all_but_the_engine_is_written(served: tuple[Path, dict
     script = (out / "tensorrt" / "build_engine.sh").read_text()
     assert manifest["engines"]["tensorrt"]["trtexec"] in script and "--onnx=../model.onnx" in script
     assert {s["name"]: s["passed"] for s in manifest["gates"]}["TensorRT builds the engine"] is None
-    with pytest.raises(CapszooError, match="no engine for tensorrt: no engine was built"):
+    with refuses(CapszooError, names=["engine", "tensorrt"]):
         bundle.open_runner("tensorrt", out)
 
 
@@ -176,7 +177,8 @@ def test_infer_says_what_it_cannot_read(served: tuple[Path, dict[str, Any]], tmp
     (tmp_path / "no.png").write_text("no image")
     done = run_infer(served[0], tmp_path / "no.png", ASSETS / "digit_3.png")
     assert done.returncode == 1 and "digit_3.png" in done.stdout
-    assert done.stderr.count("\n") == 1 and "no.png: cannot be read" in done.stderr
+    assert_names(done.stderr, ["no.png"])
+    assert done.stderr.count("\n") == 1
 
 
 def test_infer_finds_the_cuda_libraries_that_pip_installed(
@@ -190,7 +192,7 @@ def test_infer_finds_the_cuda_libraries_that_pip_installed(
     infer = load_script(root / "export" / "bundle" / "infer.py")
     infer.Classifier(served[0])
     assert loaded == []
-    with pytest.raises(ValueError, match="cannot start CUDAExecutionProvider"):
+    with refuses(ValueError, names=["CUDAExecutionProvider"]):
         infer.Classifier(served[0], "CUDAExecutionProvider")
     assert loaded == ["CUDA"]
 
@@ -258,7 +260,8 @@ def test_infer_shows_no_control_characters(
     bad.write_bytes(b"no picture")
     infer.main([str(bright), str(bad)])
     out, err = capsys.readouterr()
-    assert "red" in out and "bright.png: mean" in err and "bad.png: cannot be read" in err
+    assert "bright.png: " in err and "bad.png: " in err
+    assert "red" in out
     assert (out + err).replace("\n", "").isprintable()
 
 
@@ -268,7 +271,7 @@ def test_infer_says_that_the_results_cannot_be_written(
 ) -> None:
     monkeypatch.setattr(sys, "stdout", open("/dev/full", "w"))
     assert zeros[0].main([str(ASSETS / "digit_3.png")]) == 1
-    assert "error: the results cannot be written" in capsys.readouterr().err
+    assert_names(capsys.readouterr().err, ["results", "written"])
     reading, writing = os.pipe()
     os.close(reading)
     monkeypatch.setattr(sys, "stdout", os.fdopen(writing, "w"))
@@ -411,7 +414,8 @@ def test_check_sees_changed_and_missing_files(fixed: Path, tmp_path: Path) -> No
         and "infer.py is missing" in found.steps[0].detail
     )
     line = CliRunner().invoke(app, ["check", str(folder)])
-    assert line.exit_code == 1 and "sha256 of the files failed" in line.stderr
+    assert_names(line.stderr, ["sha256"])
+    assert line.exit_code == 1
 
 
 def test_check_sees_another_model(fixed: Path, tmp_path: Path) -> None:
@@ -449,9 +453,9 @@ def test_every_file_that_is_changed_swapped_or_missing_is_named(fixed: Path, tmp
         other = contents[next(n for n in names if contents[n] != contents[name])]
         for changed in (bytes(content), content[:-1], contents[name] + b"\n", b"", other):
             (folder / name).write_bytes(changed)
-            assert f"{name} is not the one that was written" in _wrong(folder)
+            assert_names(_wrong(folder), [name])
         (folder / name).unlink()
-        assert f"{name} is missing" in _wrong(folder)
+        assert_names(_wrong(folder), [name])
         (folder / name).write_bytes(contents[name])
     assert check_bundle(folder).passed
 
@@ -503,9 +507,9 @@ def test_an_edited_manifest_is_refused_by_the_key(key: str, fixed: Path, tmp_pat
 @pytest.mark.parametrize(
     ("name", "digest", "said"),
     [
-        ("../x", "0" * 64, "must name a file inside the bundle"),
-        ("/etc/passwd", "0" * 64, "must name a file inside the bundle"),
-        ("model.onnx", "x", "match pattern"),
+        ("../x", "0" * 64, ("inside", "bundle")),
+        ("/etc/passwd", "0" * 64, ("inside", "bundle")),
+        ("model.onnx", "x", ("match", "pattern")),
     ],
 )
 def test_a_manifest_names_only_files_of_the_bundle(
@@ -515,7 +519,7 @@ def test_a_manifest_names_only_files_of_the_bundle(
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest["files"][name] = digest  # beside all the others: nothing else is missing
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(CapszooError, match=said):
+    with refuses(CapszooError, names=said):
         check_bundle(folder)
 
 
@@ -572,13 +576,13 @@ def test_files_that_were_changed_and_signed_again_fail(fixed: Path, tmp_path: Pa
 
 
 def test_no_bundle(tmp_path: Path) -> None:
-    with pytest.raises(CapszooError, match="no bundle"):
+    with refuses(CapszooError, names=["bundle"]):
         check_bundle(tmp_path)
     (tmp_path / "model.onnx").write_text("x")
-    with pytest.raises(CapszooError, match="model.onnx: ONNX Runtime does not load it"):
+    with refuses(CapszooError, names=["model.onnx", "ONNX"]):
         check_bundle(tmp_path / "model.onnx")
     (tmp_path / "manifest.json").write_text("{")
-    with pytest.raises(CapszooError, match="cannot be read"):
+    with refuses(CapszooError, names=["read"]):
         check_bundle(tmp_path)
     (tmp_path / "manifest.json").write_text('{"schema": 99}')
     with pytest.raises(CapszooError, match="schema"):
@@ -624,20 +628,21 @@ def test_benchmark_of_a_bundle(served: tuple[Path, dict[str, Any]]) -> None:
         failed = CliRunner().invoke(app, ["benchmark", str(served[0]), *extra])
         assert failed.exit_code == 2 and message in failed.stderr
     missing = CliRunner().invoke(app, ["benchmark", str(served[0]), "--runtimes", "eager,aoti"])
-    assert missing.exit_code == 1 and "export with --format onnx,aoti" in missing.stderr
+    assert_names(missing.stderr, ["--format"])
+    assert missing.exit_code == 1
 
 
 def test_eager_needs_the_same_weights(served: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
-    with pytest.raises(CapszooError, match="other weights than the bundle"):
+    with refuses(CapszooError, names=["weights", "bundle"]):
         bundle.open_runner("eager", served[0], model="idpa_cnn.mnist")
-    with pytest.raises(CapszooError, match="other weights than the bundle"):
+    with refuses(CapszooError, names=["weights", "bundle"]):
         check_bundle(served[0], model="idpa_cnn.mnist")
     moved = {**served[1], "model": {**served[1]["model"], "source": str(tmp_path / "moved")}}
-    with pytest.raises(CapszooError, match="moved, which the bundle was made from: .*: name it: --model"):
+    with refuses(CapszooError, names=["--model"]):
         bundle.open_runner("eager", served[0], moved)
     for stranger in ("hf-hub:someone/huge", "hf_hub:someone/huge", "vit_huge_patch14_224.mae"):
         named = {**served[1], "model": {**served[1]["model"], "source": stranger}}
-        with pytest.raises(CapszooError, match="is not fetched on a bundle's word: name it: --model"):
+        with refuses(CapszooError, names=["--model"]):
             bundle.open_runner("eager", served[0], named)
 
 
@@ -646,10 +651,10 @@ def test_the_model_of_a_bundle_is_found_by_its_bare_name(
 ) -> None:
     named = {**served[1], "model": {**served[1]["model"], "source": "photos"}}
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(CapszooError, match="photos is neither in the zoo nor in this folder"):
+    with refuses(CapszooError, names=["photos", "folder"]):
         bundle.open_runner("eager", served[0], named)
     (tmp_path / "photos").mkdir()
-    with pytest.raises(CapszooError, match="photos, which the bundle was made from: "):
+    with refuses(CapszooError, names=["photos", "bundle"]):
         bundle.open_runner("eager", served[0], named)
 
 
@@ -677,14 +682,12 @@ def test_a_bundle_asks_for_no_more_work_than_an_export_writes(
         images=np.zeros((17, 1, 28, 28), np.float32),
         scores=np.zeros((17, 10), np.float32),
     )
-    with pytest.raises(
-        CapszooError, match="sha256 of the files: reference.npz is not the one that was written"
-    ):
+    with refuses(CapszooError, names=["sha256", "reference.npz"]):
         compare_bundle(copied, ("eager", "onnxruntime"))
     manifest = json.loads((copied / "manifest.json").read_text())
     manifest["files"]["reference.npz"] = sha256_of(copied / "reference.npz")
     (copied / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(CapszooError, match="reference.npz: holds 17 inputs, too many"):
+    with refuses(CapszooError, names=["reference.npz", "17"]):
         check_bundle(copied)
     seen = []
     monkeypatch.setattr(
@@ -763,7 +766,7 @@ def test_files_that_come_while_it_works_are_kept(tmp_path: Path) -> None:
     def progress(_: str) -> None:
         (folder / "thesis.tex").write_text("x")
 
-    with pytest.raises(UsageError, match="holds files and is no bundle"):
+    with refuses(UsageError, names=["files", "bundle"]):
         export_bundle(ToyCaps(1), folder, gate="quick", progress=progress)
     assert list(tmp_path.rglob("*")) == [folder, folder / "thesis.tex"]
 
@@ -780,7 +783,7 @@ def test_a_bundle_that_another_process_has_just_written_is_kept(
         replace(source, target)
 
     monkeypatch.setattr(write.os, "replace", just_before)
-    with pytest.raises(UsageError, match="new was written meanwhile: run the command again"):
+    with refuses(UsageError, names=["meanwhile", "command"]):
         export_bundle(ToyCaps(1), folder, gate="quick")
     assert [f.name for f in tmp_path.rglob("*")] == ["new", "manifest.json"]
 
@@ -797,22 +800,20 @@ def test_wrong_usage(tmp_path: Path) -> None:
     (tmp_path / "mine" / "thesis.tex").write_text("x")
     (tmp_path / "file").write_text("x")
     for options, message in (
-        ({"formats": ("onyx",)}, "unknown format 'onyx'"),
-        ({"formats": ()}, "unknown format"),
-        ({"outputs": ("poses",)}, "needs the output scores"),
+        ({"formats": ("onyx",)}, "onyx"),
+        ({"formats": ()}, ("unknown", "format")),
+        ({"outputs": ("poses",)}, ("output", "scores")),
     ):
-        with pytest.raises(UsageError, match=message):
+        with refuses(UsageError, names=message):
             export_bundle(ToyCaps(), tmp_path / "new", **options)  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="holds files and is no bundle"):
+    with refuses(UsageError, names=["files", "bundle"]):
         export_bundle(ToyCaps(), tmp_path / "mine")
-    with pytest.raises(UsageError, match="is a file"):
+    with refuses(UsageError, names=["file"]):
         export_bundle(ToyCaps(), tmp_path / "file")
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(UsageError, match="is no folder"):
+    with refuses(UsageError, names=["folder"]):
         export_bundle(ToyCaps(), tmp_path / "pipe")
-    with pytest.raises(
-        UsageError, match="/proc is a mount point, which cannot be replaced: give /proc/model"
-    ):
+    with refuses(UsageError, names=["/proc", "/proc/model"]):
         export_bundle(ToyCaps(), "/proc")
     assert sorted(f.name for f in tmp_path.iterdir()) == ["file", "mine", "pipe"]
 
@@ -824,13 +825,13 @@ def test_only_a_bundle_is_replaced(
     page.mkdir()
     (page / "manifest.json").write_text('{"name": "a web application"}')
     (page / "index.html").write_text("x")
-    with pytest.raises(UsageError, match="holds files and is no bundle"):
+    with refuses(UsageError, names=["files", "bundle"]):
         export_bundle(ToyCaps(), page)
     bundle = tmp_path / "bundle"
     shutil.copytree(served[0], bundle)
     (bundle / "notes").mkdir()
     (bundle / "notes" / "mine.txt").write_text("x")
-    with pytest.raises(UsageError, match="files that are not the bundle's: notes/mine.txt"):
+    with refuses(UsageError, names=["notes/mine.txt"]):
         export_bundle(ToyCaps(), bundle)
     assert (bundle / "notes" / "mine.txt").is_file() and (page / "index.html").is_file()
     shutil.rmtree(bundle / "notes")
@@ -849,7 +850,7 @@ def test_only_a_bundle_is_replaced(
     assert link.is_symlink() and read_manifest(bundle) == written
     assert sorted(f.name for f in tmp_path.iterdir()) == ["bundle", "link", "page"]
     monkeypatch.chdir(bundle)
-    with pytest.raises(UsageError, match="current folder"):
+    with refuses(UsageError, names=["current", "folder"]):
         export_bundle(ToyCaps(), ".")
 
 
@@ -857,7 +858,7 @@ def test_an_engine_that_was_built_later_is_found(
     served: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manifest = {**served[1], "engines": {"tensorrt": {"file": None, "note": "no engine was built"}}}
-    with pytest.raises(CapszooError, match="no engine was built"):
+    with refuses(CapszooError, names=["engine", "built"]):
         open_runner("tensorrt", tmp_path, manifest)
     (tmp_path / "tensorrt").mkdir()
     (tmp_path / "tensorrt" / "model.plan").write_text("x")
@@ -904,6 +905,6 @@ def test_command_line_refuses(
 
 def test_a_network_that_takes_no_single_image_is_exported_as_a_graph_alone(tmp_path: Path) -> None:
     net = capszoo.create_model("capsnet_em_norb_small", in_chans=2)
-    with pytest.raises(UsageError, match="takes 2 channels: export the graph alone: --out FILE.onnx"):
+    with refuses(UsageError, names=["2", "--out", "FILE.onnx"]):
         export_bundle(net, tmp_path / "bundle")
     assert not list(tmp_path.iterdir())

@@ -17,6 +17,7 @@ from capszoo.export.passes.conv_to_matmul import (
 )
 from capszoo.export.to_onnx import ExportError, export
 from capszoo.models.idpa import PrimaryConv
+from tests.support.errors import refuses
 
 F64 = torch.float64
 
@@ -93,7 +94,7 @@ def test_a_convolution_with_hooks_stays() -> None:
 
 
 def test_a_model_that_does_not_run_is_an_export_error(tmp_path: Path) -> None:
-    with pytest.raises(ExportError, match="cannot trace"):
+    with refuses(ExportError, names=["trace"]):
         export(Small(), tmp_path / "x.onnx", input_size=(4, 6, 6))
     assert not list(tmp_path.iterdir())
 

@@ -24,6 +24,7 @@ from capszoo.export.to_onnx import ExportError
 from capszoo.export.verify.gate import _int8_accuracy
 from capszoo.export.verify.images import RealImages, open_images, transformed
 from tests.support import packed
+from tests.support.errors import refuses
 from tests.support.toys import ToyCaps
 
 pytest.importorskip("onnxruntime")
@@ -153,7 +154,7 @@ def test_labels_that_do_not_fit_hide_no_loss() -> None:
     job = to_onnx.prepare(ToyCaps(1), tolerance=1.0)
     real = RealImages(torch.rand(40, 1, 10, 10), torch.zeros(40, dtype=torch.long), "given")
     figures: dict[str, float] = {}
-    with pytest.raises(ExportError, match="int8 loses 100.00 points .* float32 is no better than chance"):
+    with refuses(ExportError, names=["int8", "100.00", "float32"]):
         _int8_accuracy(job, Says("eager", 1), Says("int8", 2), real, [], figures)
     assert figures["lost"] == 0 and figures["turned"] == 100
     assert "100.00% in int8" in _int8_accuracy(job, Says("a", 0), Says("b", 0), real, [], figures)
@@ -282,9 +283,9 @@ def test_images_of_folders_and_data_sets(root: Path, tmp_path: Path, monkeypatch
     expected = transformed(model, pictures(root, "mnist", range(0, 1000, 100)))
     assert torch.equal(named.images, expected)
     ten = capszoo.create_model("resnet20_routingcaps", num_classes=4)
-    with pytest.raises(CapszooError, match="mnist has 10 classes, the model 4"):
+    with refuses(CapszooError, names=["10", "4", "classes"]):
         open_images(ten, "mnist")
-    with pytest.raises(CapszooError, match="several classes in an image"):
+    with refuses(CapszooError, names=["several", "classes"]):
         monkeypatch.undo()
         multi = "diverse_multimnist"
         monkeypatch.setattr(

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.errors import refuses
+
 pytest.importorskip("matplotlib")
 
 from capszoo.errors import CapszooError, UsageError
@@ -81,7 +83,7 @@ def test_several_models_in_one_picture(tmp_path: Path, kept: list[Any]) -> None:
     (legend,) = kept[1].legends
     assert len(legend.get_texts()) == 4
     assert "mnist (test), cifar10 (test)" in kept[1].get_suptitle()
-    with pytest.raises(CapszooError, match="c holds no robustness"):
+    with refuses(CapszooError, names=["holds", "robustness"]):
         draw_robustness({"c": {**_report("c", 1.0), "robustness": None}}, tmp_path / "x.png")
 
 
@@ -93,7 +95,7 @@ def test_the_command_takes_reports(tmp_path: Path) -> None:
     line = ("curves", "--what", "robustness", "--out", out)
     assert "both.png" in succeeds(*line, tmp_path / "a", tmp_path / "b" / "eval.json")
     assert out.is_file() and {row[0] for row in _rows(tmp_path / "both.csv")[1:]} == {"a", "b"}
-    assert "no report of capszoo eval" in fails(1, *line, tmp_path)
+    fails(1, *line, tmp_path, names=["report", "capszoo"])
     again = tmp_path / "again"
     again.mkdir()
     (again / "eval.json").write_text(json.dumps(_report("a", 70.0)))
@@ -104,8 +106,8 @@ def test_the_command_takes_reports(tmp_path: Path) -> None:
         "a",
         *(f"a ({file})" for file in files),
     }, "no report replaces another"
-    assert "third.json is given twice" in fails(2, *line, tmp_path / "a", files[1], files[1])
-    assert "--log has no effect with --what robustness" in fails(2, *line, tmp_path / "a", "--log")
+    fails(2, *line, tmp_path / "a", files[1], files[1], names=["third.json"])
+    fails(2, *line, tmp_path / "a", "--log", names=["--log", "--what"])
 
 
 @pytest.mark.parametrize(
@@ -126,9 +128,7 @@ def test_a_damaged_report_is_one_line(tmp_path: Path, changes: dict[str, Any], s
     assert said in line and not (tmp_path / "x.png").exists()
     report = _report("a", 90.0)
     report["robustness"]["sweeps"][0]["accuracy"].pop()
-    with pytest.raises(
-        CapszooError, match="a: the report is damaged .*amounts and accuracy differ in length"
-    ):
+    with refuses(CapszooError, names=["amounts", "accuracy"]):
         draw_robustness({"a": report}, tmp_path / "x.png")
 
 
@@ -148,7 +148,7 @@ def test_confusion(tmp_path: Path, kept: list[Any]) -> None:
     assert {text.get_text() for text in kept[1].axes[0].texts} == {"90%", "10%", "40%", "60%"}
     dollars = tuple(ClassFigures(label, 10, 5, 50.0, 50.0, 50.0) for label in ("$1_$5", "$5_{$20"))
     draw_confusion(replace(result, per_class=dollars), "prices", tmp_path / "d.png")  # no formulas
-    with pytest.raises(UsageError, match="d.txt: cannot write this kind of file"):
+    with refuses(UsageError, names=["d.txt"]):
         draw_confusion(result, "a model", tmp_path / "d.txt")
 
 

@@ -36,6 +36,7 @@ from capszoo.recipes.release.paper_results import (
 )
 from scripts import pictures
 from tests.support import load_script
+from tests.support.errors import assert_names
 
 OURS = "resnet20_routingpool.cifar10"
 #: a checkpoint with the summary of three seeds
@@ -278,7 +279,8 @@ def test_twins_side_by_side(root: Path, monkeypatch: pytest.MonkeyPatch) -> None
     other = raw["recipe"] | {"epochs": 20, "profile": "comparison"}  # of another run: no twin to compare with
     known[f"{OURS}_avg"] = replace(twin, raw=raw | {"recipe": other})
     (line,) = generate._twin_lines([OURS, f"{OURS}_avg"])
-    assert "not comparable: profiles `regularised` / `comparison` |" in line and line.endswith("| – |")
+    assert_names(line, ["regularised", "comparison"])
+    assert line.endswith("| – |")
 
 
 def test_a_label_with_a_bar_stays_in_its_cell() -> None:

@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.support import PACKED
+from tests.support.errors import assert_names
 from tests.support.formats import write_shards
 from tests.support.recipes import TINY, command, environment, errors, newest, run
 
@@ -256,7 +257,7 @@ def test_a_full_disk_ends_the_run_with_one_line_and_keeps_the_last_good_state(
     done = run(root, command(out, data, recipe, f"full-disk:{(weights + moments) // 2}"))
     assert done.returncode == 1
     (line,) = errors(done)
-    assert "cannot write to" in line and "make room and run the same command" in line
+    assert_names(line, ["write", "room", "command"])
     assert [path.name for path in (out / "checkpoints").iterdir()] == ["step-00000000"]
     assert run(root, command(out, data, recipe, "stop:3")).returncode == 0
     assert_same_state(tmp_path / "whole", out)

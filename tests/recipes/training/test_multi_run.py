@@ -26,6 +26,7 @@ from capszoo.recipes.training.history import find_runs, read_records, trained_im
 from capszoo.recipes.training.multi_run import train_seeds, train_together
 from capszoo.recipes.weights import seeds_summary
 from tests.support.command import fails
+from tests.support.errors import assert_names, refuses
 from tests.support.recipes import TINY, environment, newest
 
 
@@ -47,7 +48,7 @@ def test_each_trains_as_it_would_alone_and_one_that_fails_leaves_the_other_alone
 ) -> None:
     good, bad = write_recipes(tmp_path, data, "good", "bad")
     Path(bad).write_text(Path(bad).read_text().replace("batch_size: 20", "batch_size: 101"))
-    with pytest.raises(TrainingError, match=r"1 of 2 runs failed: idpa_cnn.bad; their logs say why"):
+    with refuses(TrainingError, names=["1", "2", "idpa_cnn.bad"]):
         train_together([good, bad], out=tmp_path / "runs", cpu=True)
     printed = capsys.readouterr().out
     assert "idpa_cnn.bad: failed (1): error: 100 training images do not fill one batch" in printed
@@ -77,7 +78,7 @@ def test_after_a_signal_a_failed_run_is_told_from_a_stopped_one(
     monkeypatch.setattr(multi_run, "LOOK_SECONDS", 0.05)
     # it must have begun to ignore the signal
     threading.Timer(2.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
-    with pytest.raises(Stopped, match="^stopped 0 of 1 runs, 1 failed: hangs; "):
+    with refuses(Stopped, names=["0", "1", "stopped"]):
         multi_run.run_jobs([stuck])
 
     tell, sent = multi_run._tell, list[bool]()
@@ -89,7 +90,7 @@ def test_after_a_signal_a_failed_run_is_told_from_a_stopped_one(
             signal.raise_signal(signal.SIGTERM)
 
     monkeypatch.setattr(multi_run, "_tell", stop_after_failure)
-    with pytest.raises(Stopped, match="^stopped 1 of 2 runs, 1 failed: bad; the same command resumes"):
+    with refuses(Stopped, names=["1", "2", "command"]):
         multi_run.run_jobs(jobs)
     printed = capsys.readouterr().out
     assert "good: stopped: " in printed and "bad: failed (1): " in printed
@@ -99,10 +100,10 @@ def test_after_a_signal_a_failed_run_is_told_from_a_stopped_one(
 def test_mistakes_are_found_before_anything_starts(tmp_path: Path, data: Path) -> None:
     first, second = write_recipes(tmp_path, data, "first", "second")
     for recipes, overrides, expected in (
-        ([first, first], None, "two of the recipes are idpa_cnn.first"),
-        ([first, second], ["epoch=1"], "unknown key 'epoch'"),
+        ([first, first], None, "idpa_cnn.first"),
+        ([first, second], ["epoch=1"], "epoch"),
     ):
-        with pytest.raises(RecipeError, match=expected):
+        with refuses(RecipeError, names=expected):
             train_together(recipes, overrides, tmp_path / "runs")
     assert not (tmp_path / "runs").exists()
 
@@ -110,7 +111,7 @@ def test_mistakes_are_found_before_anything_starts(tmp_path: Path, data: Path) -
 def test_a_log_that_cannot_be_written_leaves_the_other_run_alone(tmp_path: Path, data: Path) -> None:
     recipes = write_recipes(tmp_path, data, "one", "two")
     (tmp_path / "runs" / "idpa_cnn.two.log").mkdir(parents=True)
-    with pytest.raises(TrainingError, match=r"cannot start idpa_cnn.two: .*Is a directory"):
+    with refuses(TrainingError, names=["idpa_cnn.two"]):
         train_together(recipes, out=tmp_path / "runs", cpu=True)
     assert (tmp_path / "runs" / "idpa_cnn.one" / "idpa_cnn.one.json").is_file()
 
@@ -146,7 +147,7 @@ def test_a_signal_stops_all_with_checkpoints(root: Path, tmp_path: Path, data: P
     finally:
         process.kill()
     assert process.returncode == 130
-    assert "stopped 2 of 2 runs; the same command resumes" in err
+    assert_names(err, ["2", "command"])
     for tag in ("one", "two"):
         last = (runs / f"idpa_cnn.{tag}.log").read_text().splitlines()[-1]
         step = int(newest(runs / f"idpa_cnn.{tag}").name.split("-")[1])
@@ -158,7 +159,7 @@ def test_several_recipes_need_the_option() -> None:
     line = fails(2, "train", "idpa_cnn.mnist", "resnet20_routingcaps.mnist")
     assert line == "error: 2 recipes were given: --together trains them side by side"
     line = fails(2, "train", "resnet20_routingpool.cifar10", "--profile", "shrot")
-    assert "unknown profile 'shrot': did you mean 'short'" in line
+    assert_names(line, ["shrot", "short"])
 
 
 def test_seeds_are_trained_once_and_summarised(

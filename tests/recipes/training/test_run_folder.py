@@ -41,6 +41,7 @@ from capszoo.recipes.training.run_folder import (
     open_run,
     read_sessions,
 )
+from tests.support.errors import assert_names, refuses
 from tests.support.formats import write_idx
 from tests.support.recipes import tiny_recipe
 
@@ -169,7 +170,7 @@ def test_a_lock_is_held_once_and_says_nothing_odd(tmp_path: Path) -> None:
     first.release()
     second.acquire()
     second.release()
-    with pytest.raises(TrainingError, match="cannot write to"):
+    with refuses(TrainingError, names=["write"]):
         RunLock(tmp_path / "absent").acquire()
 
 
@@ -186,7 +187,7 @@ def test_a_run_that_another_process_has_begun_since_is_refused(
 
     with monkeypatch.context() as patch:
         patch.setattr(begin, "create_net", slow)
-        with pytest.raises(TrainingError, match="already holds a run"):
+        with refuses(TrainingError, names=["holds", "run"]):
             train(tiny_recipe(), out=out, data=tiny_mnist)
     assert train(tiny_recipe(), out=out, data=tiny_mnist)["finished"]
 
@@ -225,7 +226,7 @@ def test_an_empty_folder_or_one_of_other_files_is_no_run(tmp_path: Path) -> None
     check_run(tiny_recipe(), tmp_path, resume=True)
     for name in ("metrics.jsonl", "sessions.json"):
         (tmp_path / name).write_text("")
-        with pytest.raises(TrainingError, match=f"holds {name} of a run, but not its recipe.yaml"):
+        with refuses(TrainingError, names=[name, "recipe.yaml"]):
             check_run(tiny_recipe(), tmp_path, resume=True)
         (tmp_path / name).unlink()
 
@@ -245,7 +246,7 @@ def test_a_run_may_go_on_in_another_precision_and_states_both(
     ]
     assert stated["hardware"] == stated["sessions"][0]["hardware"], "one processor, named once"
     assert "resumed at update 1 in fp32, before in bf16" in capsys.readouterr().out
-    with pytest.raises(TrainingError, match="epochs=2, this recipe says 3"):
+    with refuses(TrainingError, names=["epochs=2", "3"]):
         check_run(tiny_recipe(epochs=3, precision="bf16"), out, resume=True)
 
 
@@ -301,9 +302,7 @@ def test_other_images_under_the_same_path_are_named(tiny_mnist: Path, tmp_path: 
     pair = (folder / "train-images-idx3-ubyte", folder / "train-labels-idx1-ubyte")
     images = read_idx_pair(pair)[0].squeeze(1).numpy()
     write_idx(pair[0], 255 - images)
-    with pytest.raises(
-        TrainingError, match="the images of train are not those that .*run was trained on so far"
-    ):
+    with refuses(TrainingError, names=["images", "trained"]):
         train(tiny_recipe(epochs=1), out=out, data=tiny_mnist)
     done = train(tiny_recipe(epochs=1), out=out, data=tiny_mnist, accept_data=True)
     assert done["finished"]
@@ -323,7 +322,7 @@ def test_accepted_images_must_make_as_many_updates(tiny_mnist: Path, tmp_path: P
     recipe = tiny_recipe(data={"name": f"idx:{folder}", "val_size": 20})
     train(recipe, out=out, stop_after=1)
     _keep_images(folder, slice(80))
-    with pytest.raises(TrainingError, match="has 120 images of train, now there are 80"):
+    with refuses(TrainingError, names=["120", "80", "images"]):
         train(recipe, out=out, accept_data=True)
 
 
@@ -332,9 +331,7 @@ def test_one_image_less_would_mix_validation_and_training(tiny_mnist: Path, tmp_
     recipe = tiny_recipe(data={"name": f"idx:{folder}", "val_size": 20})
     train(recipe, out=out, stop_after=1)
     _keep_images(folder, slice(1, None))  # as many updates an epoch
-    with pytest.raises(
-        TrainingError, match="has 120 images of train, now there are 119: put the images back"
-    ):
+    with refuses(TrainingError, names=["120", "119", "images"]):
         train(recipe, out=out, accept_data=True)
     # earlier versions stored the number of updates alone
     for position in out.glob("checkpoints/step-*/state.json"):
@@ -342,7 +339,7 @@ def test_one_image_less_would_mix_validation_and_training(tiny_mnist: Path, tmp_
         del state["images"]
         position.write_text(json.dumps(state))
     _keep_images(folder, slice(80))
-    with pytest.raises(TrainingError, match="updates an epoch, .* images make"):
+    with refuses(TrainingError, names=["updates", "images"]):
         train(recipe, out=out, accept_data=True)
 
 
@@ -398,7 +395,8 @@ def test_a_newest_state_of_another_shape_is_passed_over(tmp_path: Path, state: s
     assert checkpoint is not None and checkpoint.state["step"] == 3
     assert checkpoint.weights["model"]["w"].tolist() == [3.0] * 4
     (line,) = skipped
-    assert "skipped the damaged checkpoint step-00000006" in line and "\n" not in line
+    assert_names(line, ["step-00000006"])
+    assert "\n" not in line
 
 
 def test_leftovers_of_a_killed_process_are_removed(tmp_path: Path) -> None:
@@ -455,5 +453,5 @@ def test_a_file_system_that_syncs_no_folders(tmp_path: Path, monkeypatch: pytest
     save_checkpoint(tmp_path, 3, {"model": {"weight": torch.zeros(2)}}, {"optimizer": {}}, POSITION)
     assert latest_checkpoint(tmp_path)[0] is not None
     monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(errno.EIO, "Input/output error")))
-    with pytest.raises(OSError, match="Input/output error"):
+    with refuses(OSError, names=["Input/output"]):
         save_checkpoint(tmp_path, 4, {"model": {"weight": torch.zeros(2)}}, {"optimizer": {}}, POSITION)

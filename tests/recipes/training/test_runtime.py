@@ -36,6 +36,7 @@ from capszoo.recipes.training import begin, checkpoints, estimate, setup, step
 from capszoo.recipes.training import state as state_module
 from capszoo.recipes.training.checkpoints import latest_checkpoint
 from capszoo.recipes.training.distributed import Stopped
+from tests.support.errors import refuses
 from tests.support.recipes import TINY, newest
 
 
@@ -157,7 +158,7 @@ def test_a_slow_first_update_is_announced_and_changes_nothing(
 
 
 def test_fp16_needs_a_gpu(tiny_mnist: Path, tmp_path: Path) -> None:
-    with pytest.raises(TrainingError, match=r"precision fp16 does not work on a CPU: use bf16 or fp32"):
+    with refuses(TrainingError, names=["fp16", "CPU", "bf16", "fp32"]):
         train(recipe(precision="fp16"), out=tmp_path / "run", data=tiny_mnist, cpu=True)
     assert not (tmp_path / "run").exists()
 
@@ -427,7 +428,7 @@ def test_checkpoints_do_not_slow_short_epochs_down(
         return update(run, state, batch)
 
     monkeypatch.setattr(training, "train_step", killed)
-    with pytest.raises(TrainingError, match="resumes at update 0"):
+    with refuses(TrainingError, names=["0", "resumes"]):
         train(recipe(epochs=4), out=tmp_path / "few", data=tiny_mnist)
     assert steps == [0]
     monkeypatch.setattr(training, "train_step", update)
@@ -454,7 +455,7 @@ def test_a_signal_with_the_last_update_of_an_epoch_stops_the_run(
 
     monkeypatch.setattr(training, "train_step", signalled)
     changes = {"epochs": 4, "batch_size": batch}
-    with pytest.raises(Stopped, match=f"stopped at update {2 * last} of {4 * last}"):
+    with refuses(Stopped, names=[2 * last, 4 * last]):
         train(recipe(**changes), out=tmp_path / "run", data=tiny_mnist)
     monkeypatch.setattr(training, "train_step", update)
     result = train(recipe(**changes), out=tmp_path / "run", data=tiny_mnist)

@@ -16,6 +16,7 @@ from capszoo.recipes.training.setup import (
     create_optimizer,
     create_scheduler,
 )
+from tests.support.errors import refuses
 
 
 def test_step_schedule_has_a_floor_after_its_warm_up() -> None:
@@ -87,10 +88,10 @@ def test_a_limit_takes_a_mixture_of_a_folder_s_images(name: str, expected: list[
 
 def test_an_unknown_optimiser_names_the_nearest() -> None:
     recipe = load_recipe("efficient_capsnet.mnist", ["optimizer.name=adamv"])
-    with pytest.raises(RecipeError, match="unknown optimizer 'adamv': did you mean 'adam'"):
+    with refuses(RecipeError, names=["adamv", "adam"]):
         create_optimizer(recipe, torch.nn.Linear(2, 2))
     recipe = load_recipe("efficient_capsnet.mnist", ["optimizer.options.nosuch=1"])
-    with pytest.raises(RecipeError, match="optimizer adam: .*nosuch"):
+    with refuses(RecipeError, names=["optimizer", "nosuch"]):
         create_optimizer(recipe, torch.nn.Linear(2, 2))
 
 
@@ -100,7 +101,7 @@ def _recipe(**more: Any) -> Recipe:
 
 def test_an_optimiser_of_second_order_is_refused() -> None:
     recipe = _recipe(optimizer={"name": "adahessian"})
-    with pytest.raises(RecipeError, match="optimizer adahessian needs second derivatives"):
+    with refuses(RecipeError, names=["adahessian", "derivatives"]):
         create_optimizer(recipe, torch.nn.Linear(2, 2))
 
 

@@ -24,6 +24,7 @@ from capszoo.recipes.training.stages import (
     stage_at,
     staged_data,
 )
+from tests.support.errors import refuses
 from tests.support.recipes import MEASURES, staged_recipe
 
 
@@ -89,9 +90,7 @@ def test_momentum_of_the_resampled_tensor_starts_anew() -> None:
 
 def test_a_network_without_a_rule_is_refused_before_training(tiny_mnist: Path, tmp_path: Path) -> None:
     recipe = staged_recipe(arch="capsnet_dynamic", model_args={}, stages=[{"size": 24, "epochs": 1}])
-    with pytest.raises(
-        RecipeError, match=r"class_caps.weight depends on the image size.*no rule.*leave stages"
-    ):
+    with refuses(RecipeError, names=["class_caps.weight"]):
         train(recipe, out=tmp_path / "run", data=tiny_mnist)
     assert not (tmp_path / "run").exists()
 
@@ -99,13 +98,13 @@ def test_a_network_without_a_rule_is_refused_before_training(tiny_mnist: Path, t
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"stages": [{"size": 20, "epochs": 3}]}, "leave 1 of 4 epochs at the full size: leave at least 30%"),
-        ({"early_stop": 2}, "stages and early_stop do not go together"),
-        ({"stages": [{"size": 20, "epochs": 1, "cutuot": 3}]}, "did you mean 'cutout'"),
+        ({"stages": [{"size": 20, "epochs": 3}]}, ("1", "4", "30%", "epochs")),
+        ({"early_stop": 2}, "early_stop"),
+        ({"stages": [{"size": 20, "epochs": 1, "cutuot": 3}]}, "cutout"),
     ],
 )
 def test_stages_that_cannot_be(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(RecipeError, match=message):
+    with refuses(RecipeError, names=message):
         load_recipe({"arch": "idpa_cnn", "tag": "mnist", **MEASURES, **changes})
 
 
@@ -115,9 +114,7 @@ def test_cropped_images_are_refused(tiny_mnist: Path) -> None:
     spec = replace(images.spec, input_size=(1, 24, 24))  # cropped from 28 pixels
     cropped: Any = replace(images, spec=spec)
     recipe = staged_recipe()
-    with pytest.raises(
-        RecipeError, match=r"do not work with .*cropped images \(.*smallNORB\): leave stages out"
-    ):
+    with refuses(RecipeError, names=["smallNORB"]):
         staged_data(recipe, RunData(cropped, cropped, None, {}), stage_at(recipe, 0))
 
 
