@@ -13,6 +13,7 @@ from . import (
     routing_pool,
 )
 from ._base import CapsuleNet, CapsuleOutput
+from ._builder import MODULES
 
 __all__ = [
     "CapsuleNet",
@@ -30,15 +31,3 @@ __all__ = [
     "idpa",
     "routing_pool",
 ]
-
-#: Model files of the zoo, by their names in timm's registry.
-MODULES = (
-    "caps_head",
-    "capsnet_dynamic",
-    "capsnet_em",
-    "cnn_baselines",
-    "efficient_capsnet",
-    "encapnet",
-    "idpa",
-    "routing_pool",
-)

@@ -45,6 +45,7 @@ from ._base import to_2tuple
 __all__ = [
     "CIFAR10",
     "MNIST",
+    "MODULES",
     "NO_SOURCE",
     "UnknownArgument",
     "build_capsule_model",
@@ -56,6 +57,18 @@ __all__ = [
     "untrusted_config",
     "zoo_cfgs",
 ]
+
+#: Model files of the zoo, by their names in timm's registry.
+MODULES = (
+    "caps_head",
+    "capsnet_dynamic",
+    "capsnet_em",
+    "cnn_baselines",
+    "efficient_capsnet",
+    "encapnet",
+    "idpa",
+    "routing_pool",
+)
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -424,7 +437,7 @@ def create_described(
     stated = {"num_classes": cfg.get("num_classes"), "in_chans": cfg.get("input_size", (3,))[0]}
     with fitting(where):
         # timm adapts the first convolution of its architectures from three channels, and knows no other number
-        if state and not _is_ours(architecture) and stated["in_chans"] != 3:
+        if state and not is_model_in_modules(architecture, MODULES) and stated["in_chans"] != 3:
             if all(arguments.get(name, value) == value for name, value in stated.items()):
                 model = create_registered(architecture, pretrained_cfg=cfg, **{**stated, **arguments})
                 model.load_state_dict(state)
@@ -461,16 +474,10 @@ def untrusted_config(cfg: Mapping[str, Any], architecture: str, where: str) -> d
     """
     base = get_pretrained_cfg(architecture)
     taken = described(cfg, where)
-    if _is_ours(architecture):
+    if is_model_in_modules(architecture, MODULES):
         for key in ("first_conv", "classifier", "fixed_input_size"):
             taken.pop(key, None)
     return {**(base.to_dict() if base else {}), **NO_SOURCE, **taken, "architecture": architecture}
-
-
-def _is_ours(architecture: str) -> bool:
-    from . import MODULES
-
-    return is_model_in_modules(architecture, MODULES)
 
 
 def _trusted_tag(architecture: str, tag: str | None, sha256: str | None) -> str | None:

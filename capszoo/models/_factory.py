@@ -23,8 +23,7 @@ from .._pretrained.catalogue import check_name, checkpoints, shell_pattern
 from .._pretrained.facts import model_input_size
 from .._pretrained.info import WeightsInfo
 from ..errors import UnknownArgument, UnknownModel, unknown_name
-from . import MODULES
-from ._builder import create_registered, create_saved, plain
+from ._builder import MODULES, create_registered, create_saved, plain
 
 __all__ = [
     "ModelInfo",
