@@ -1,4 +1,4 @@
-"""Images per second of the input pipeline, without and with a model that trains on them, as a markdown table.
+"""Speed of the input pipeline, alone and in training: developers run it when capszoo/data changes.
 
     python benchmarks/data.py                       # every setting, resnet20_routingpool, batch 128
     python benchmarks/data.py --only shift --steps 20 --threads 1

@@ -1,4 +1,4 @@
-"""Speed-up of each engine in a model: time with it against time without it, in turns in one process.
+"""Speed-up of each engine in a model: developers run it when they add an engine or move a threshold.
 
     python benchmarks/engines.py idpa_resnet:routing_iters=2 --engine blocked --batch 1 8 32 --train
 

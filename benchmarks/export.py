@@ -1,4 +1,4 @@
-"""Exported models in ONNX Runtime on the CPU: against eager, torch.compile and ResNet-18 exported the same way.
+"""Exported models in ONNX Runtime on the CPU: maintainers run it when exports change (docs/benchmarks.md).
 
     python benchmarks/export.py --models 'idpa_*' capsnet_dynamic
     python benchmarks/export.py --prepare --out benchmarks/results/export.json    # export and check only, time nothing

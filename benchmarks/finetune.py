@@ -1,5 +1,4 @@
-"""What fine-tuning gains over training from scratch: maintainers run it when the defaults of ``capszoo finetune``
-change.
+"""Gain of fine-tuning over training from scratch: maintainers run it when the defaults of finetune change.
 
     CAPSZOO_DATA=FOLDER python benchmarks/finetune.py --out DIR               # the rows of docs/fine-tune.md
     CAPSZOO_DATA=FOLDER python benchmarks/finetune.py --out DIR --only Fashion --seeds 1 --set optimizer.lr=0.001

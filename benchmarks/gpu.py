@@ -1,4 +1,4 @@
-"""Everything that needs a GPU, in one resumable command: maintainers run it when they have a card (docs/dev/gpu.md).
+"""All that needs a GPU, in one resumable command: maintainers run it when they have a card (docs/dev/gpu.md).
 
     python benchmarks/gpu.py --out bench/gpu --data DATA          # again, until it prints that all is done
     python benchmarks/gpu.py --out bench/gpu --steps tests,train --minutes 5

@@ -1,4 +1,4 @@
-"""Cost of a capsule head on a backbone at 224 pixels, and heads on six backbones with their ONNX files.
+"""Cost of a capsule head, and heads on six backbones: developers run it when they add a routing.
 
     python benchmarks/heads.py --cost                # time and training memory of every routing on ResNet-50
     python benchmarks/heads.py --cost --no-time      # memory alone, which a busy machine does not disturb

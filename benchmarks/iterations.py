@@ -1,4 +1,4 @@
-"""Time and memory of training against the number of routing iterations, as a picture.
+"""Cost of training by the number of routing iterations, as a picture: maintainers run it when engines change.
 
     python benchmarks/iterations.py             # measure on an idle machine (a few minutes), then draw
     python benchmarks/iterations.py --draw      # draw what is stored

@@ -1,6 +1,6 @@
-"""Time and memory of each model against a CIFAR ResNet-18, as ratios in a markdown table.
+"""Time and memory of each model against a CIFAR ResNet-18: developers run it when a layer changes.
 
-    python benchmarks/models.py                                   # every model, forward pass
+    python benchmarks/models.py                                   # every model, forward pass: make bench
     python benchmarks/models.py --train --memory                  # training step and peak memory as well
     python benchmarks/models.py --models idpa_resnet:routing_iters=1 'capsnet_em*' --iters 20
 

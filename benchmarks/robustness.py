@@ -1,4 +1,4 @@
-"""Corrupted images and calibration: every bundled checkpoint.
+"""Corrupted images and calibration of the bundled weights: maintainers run it when they add weights.
 
     python benchmarks/robustness.py             # those whose weights have changed since (all: some hours of one core)
     python benchmarks/robustness.py NAME...     # these, again

@@ -1,4 +1,4 @@
-"""Each routing layer against its floor on this machine, its reference engine and the naive loops.
+"""Each routing layer against its floor and its reference: developers run it when they make a layer faster.
 
     python benchmarks/routing.py                    # layers, as the papers' models have them
     python benchmarks/routing.py --scaling          # cost per vote as the work grows

@@ -1,7 +1,8 @@
-"""Seconds taken by the commands that load no model: ``python benchmarks/startup.py``.
+"""Seconds that commands take which load no model: developers run it when imports change.
 
-Each command runs in a new process, three times (``--repeats``) after one run that fills the disk cache; the table has
-every time and the peak memory. The budget is half a second; ``--budget`` fails if the fastest run exceeds it.
+``python benchmarks/startup.py``. Each command runs in a new process, three times (``--repeats``) after one run that
+fills the disk cache; the table has every time and the peak memory. The budget is half a second; ``--budget`` fails if
+the fastest run exceeds it.
 """
 
 from __future__ import annotations

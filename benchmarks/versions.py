@@ -1,4 +1,4 @@
-"""Models in two checkouts of the project, measured in turns: does a change make one slower or larger?
+"""Models in two checkouts, measured in turns: developers run it when a change may make one slower or larger.
 
     git worktree add ../before 23ec906
     python benchmarks/versions.py ../before --models idpa_resnet capsnet_dynamic --batch 8 32 --train --memory

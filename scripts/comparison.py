@@ -1,4 +1,4 @@
-"""Eight heads on one backbone with one recipe: the runs' commands, their metadata, and docs/comparison.md from these.
+"""Eight heads on one backbone with one recipe: maintainers run it when a run of the comparison has ended.
 
     python scripts/comparison.py --commands           # what to run: trials, then every head, every seed
     python scripts/comparison.py --collect FOLDER     # keep the metadata of the finished runs below a folder

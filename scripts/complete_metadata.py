@@ -1,7 +1,8 @@
-"""Add newer keys to the metadata of the bundled weights: ``python scripts/complete_metadata.py``.
+"""Newer keys in the metadata of the bundled weights: maintainers run it when there is such a key.
 
-``canonical`` (which weights a bare name refers to) and the keys that ``capszoo.recipes.weights.reading_keys`` derives
-from the recipe and the data set. Existing keys are kept, except ``canonical``, which is determined again.
+``python scripts/complete_metadata.py`` adds ``canonical`` (which weights a bare name refers to) and the keys that
+``capszoo.recipes.weights.reading_keys`` derives from the recipe and the data set. Existing keys are kept, except
+``canonical``, which is determined again.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""``make demo``: a capsule network with bundled weights reads real digits, shows where it looked, and is exported.
+"""A network reads real digits, shows where it looked, and is exported: users run it when they begin.
 
-Every step is one call of the ``capszoo`` command, printed before it runs; the files are in ``demo/`` afterwards.
-Nothing is downloaded.
+``make demo``. Every step is one call of the ``capszoo`` command, printed before it runs; the files are in ``demo/``
+afterwards. Nothing is downloaded.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Count which of ``capszoo/assets``' ten digits are recognised in six disguises: ``python scripts/disguises.py``.
+"""Which of ten digits are recognised in six disguises: maintainers run it when reading of images changes.
 
-Each digit unchanged, in black and in white ink on a transparent picture, inverted, off-centre on a large canvas, and
-small in the middle of one. Read by ``predict``'s function and by the ``infer.py`` of a newly exported bundle, without
-options and with the option for the disguise. Prints a markdown table.
+``python scripts/disguises.py``, with the digits of ``capszoo/assets``. Each digit unchanged, in black and in white
+ink on a transparent picture, inverted, off-centre on a large canvas, and small in the middle of one. Read by
+``predict``'s function and by the ``infer.py`` of a newly exported bundle, without options and with the option for the
+disguise. Prints a markdown table.
 """
 
 from __future__ import annotations

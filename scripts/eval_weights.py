@@ -1,6 +1,7 @@
-"""Evaluate the bundled checkpoints on their test sets, and compare with their metadata: ``make eval-weights``.
+"""Accuracy of the bundled weights against their metadata: maintainers run it when weights or models change.
 
-The data sets are searched in the folder given by ``CAPSZOO_DATA``, or ``make eval-weights ARGS="--data FOLDER"``.
+``make eval-weights``. The data sets are searched in the folder given by ``CAPSZOO_DATA``, or by
+``make eval-weights ARGS="--data FOLDER"``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Write derived files (``make docs``): capszoo/catalogue.json, the tables of README.md, recipes/README.md and of
-benchmarks.md, fine-tune.md, models.md and robustness.md in docs, the curves and pictures of docs, the example in
-docs/publish.md.
+"""Files that derive from the code: developers run it when help, recipes, weights or results change.
+
+``make docs`` writes capszoo/catalogue.json, the tables of README.md, recipes/README.md and of benchmarks.md,
+fine-tune.md, models.md and robustness.md in docs, the curves and pictures of docs, the example in docs/publish.md.
 
 The sources are timm's registry (names, docstrings, parameter counts), the recipe files with their header
 comments, the metadata beside the weights, and the results of benchmarks/models.py, export.py, heads.py,

@@ -1,6 +1,7 @@
-"""Pictures of the checkpoints (by ``make docs``): ``docs/pictures``, on real test images stored with the tests.
+"""Pictures of the checkpoints on real test images: generate.py runs it when weights change.
 
-``docs/curves`` has the curves of their training.
+``make docs`` writes them to ``docs/pictures``, and the curves of the training to ``docs/curves``. The images are
+stored with the tests.
 
 For each checkpoint with routing, the heat maps of a few images; for each with a decoder, reconstructions of images
 that it classifies correctly and of some that it does not. A picture states its weights, and is drawn again when

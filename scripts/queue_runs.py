@@ -1,4 +1,4 @@
-"""Plan and train the zoo's next runs: the maintainers run it whenever a machine has time for training.
+"""The zoo's next runs, planned and trained: maintainers run it when a machine is free.
 
     python scripts/queue_runs.py list                             # the runs of queue.yaml, and how far each has come
     python scripts/queue_runs.py train --data DATA --minutes 25   # the next ones, started runs first

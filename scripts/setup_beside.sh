@@ -1,6 +1,7 @@
 #!/bin/sh
-# Makes an environment for a part of the project. It holds that part's libraries alone: torch and the rest come from the
-# project's environment, whose packages stand behind its own.
+# An environment for one part of the project: make runs it when that part's environment is missing or old.
+# It holds that part's libraries alone: torch and the rest come from the project's environment, whose packages stand
+# behind its own.
 # Usage: setup_beside.sh PROJECT_PYTHON FOLDER site|ray|runtimes. Called by `make site`, `make test-site`, `make test-ray`
 # and `make test-runtimes`.
 set -eu

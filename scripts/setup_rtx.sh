@@ -1,5 +1,6 @@
 #!/bin/sh
-# Puts NVIDIA's TensorRT-RTX (parser, builder, Python API) into a folder of its own, beside the virtual environment.
+# NVIDIA's TensorRT-RTX in a folder of its own: make runs it when test-trt-rtx is called for the first time.
+# It installs the parser, the builder and the Python API, beside the virtual environment.
 # Usage: setup_rtx.sh PYTHON FOLDER. Called by `make test-trt-rtx`; NVIDIA's licence applies to what it downloads.
 set -eu
 python=$1

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Makes the virtual environment and installs the project in it, editable, with its development tools.
+# The virtual environment with the project, editable, and its tools: make runs it when dependencies change.
 # Usage: setup_venv.sh PYTHON VENV [anew]. Called by the Makefile when pyproject.toml or constraints.txt changed.
 set -eu
 python=$1

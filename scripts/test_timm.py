@@ -1,8 +1,9 @@
-"""Run timm's ``tests/test_models.py``, unmodified, on our models: ``make test-timm``.
+"""timm's own tests of models, unmodified, on ours: developers run it when a model changes.
 
-The source distribution of the *installed* timm is downloaded with pip; its test file and ``conftest.py`` are
-unpacked into ``.timm-tests/`` (git-ignored) and kept for the next run. ``tests/timm_plugin.py`` selects the tests
-and gives reasons for skipping. Further arguments are passed to pytest: ``-k test_model_forward -x``.
+``make test-timm`` downloads the source distribution of the *installed* timm with pip. ``tests/test_models.py`` and
+``conftest.py`` are unpacked into ``.timm-tests/`` (git-ignored) and kept for the next run. ``tests/timm_plugin.py``
+selects the tests and gives reasons for skipping. Further arguments are passed to pytest: ``-k test_model_forward
+-x``.
 """
 
 from __future__ import annotations

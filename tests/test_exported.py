@@ -103,6 +103,23 @@ def test_eval_gives_the_network_s_accuracy(files: dict[str, Path], digits: Path,
     assert own["n"] == 30 and own["confusion"] == said["confusion"]
 
 
+def test_eval_measures_a_file_in_int8(digits: Path, tmp_path: Path) -> None:
+    """What quantisation costs on a whole test set: the file answers otherwise than the network, and that is counted."""
+    net = ToyCaps(1).eval()
+    noise = torch.randn(32, 1, 10, 10, generator=torch.Generator().manual_seed(16))
+    tolerant: dict[str, Any] = {"gate": "quick", "check": False}
+    export(net, tmp_path / "i.onnx", precision="int8", calibration=noise, images=noise[:16] * 2, **tolerant)
+    for k, name in enumerate("abcde"):
+        shutil.copytree(digits / "test" / str(k), tmp_path / "data" / "test" / name)
+    found = _run("eval", tmp_path / "i.onnx", "--data", tmp_path / "data")
+    file = OnnxModel(tmp_path / "i.onnx")
+    assert found["n"] == 15 and file.stated["precision"] == "int8"
+    pictures = sorted((tmp_path / "data").rglob("*.png"))
+    answers = zip(predict(file, pictures), pictures, strict=True)
+    right = sum(top.label == picture.parent.name for top, picture in answers)
+    assert sum(row[k] for k, row in enumerate(found["confusion"])) == right
+
+
 def test_eval_refuses_what_needs_the_network(files: dict[str, Path], digits: Path) -> None:
     for option in (["--robustness"], ["--routing"], ["--routing-iters", "1,2"]):
         done = CliRunner().invoke(app, ["eval", str(files["file"]), "--data", str(digits), *option])

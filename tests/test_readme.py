@@ -221,6 +221,17 @@ def test_commands_of_the_benchmarks_parse(root: Path, monkeypatch: pytest.Monkey
     assert {f"benchmarks/{script.name}" for script in scripts} == seen
 
 
+def test_the_first_line_of_a_script_says_who_runs_it_and_when(root: Path) -> None:
+    scripts = [path for folder in ("benchmarks", "scripts") for path in (root / folder).glob("*.*")]
+    for path in scripts:
+        if path.suffix in (".py", ".sh"):
+            first, second = path.read_text(encoding="utf-8").splitlines()[:2]
+            line = second if first.startswith("#!") else first
+            assert re.search(r": (developers|maintainers|users|make|[a-z_]+\.py) runs? it when ", line), (
+                path.name
+            )
+
+
 def test_make_targets_of_the_documents_exist(root: Path) -> None:
     makefile = (root / "Makefile").read_text(encoding="utf-8")
     targets = set(re.findall(r"^([a-z-]+):", makefile, flags=re.MULTILINE))

@@ -76,7 +76,7 @@ def eval_command(
         str | None,
         _measurement(
             metavar="N,…",
-            help="Accuracy with other numbers of iterations than the network's own, such as 1,2,3.",
+            help="Accuracy for other iteration counts, such as 1,2,3.",
         ),
     ] = None,
     corruptions: Annotated[

@@ -87,8 +87,7 @@ def predict_command(
         str,
         typer.Option(
             metavar="|".join(RUNTIMES),
-            help="onnx: ONNX Runtime on the CPU, from a file that is exported once into a cache; auto: that file if it "
-            "exists and --device is cpu or not given, else torch.",
+            help="auto: cached ONNX file if there is one (CPU), else PyTorch. onnx: export it first if needed.",
         ),
     ] = "auto",
     img_size: SizeOption = None,

@@ -131,9 +131,7 @@ TrainingDeviceOption = Annotated[
 ]
 AcceptDataOption = Annotated[
     bool,
-    typer.Option(
-        "--accept-data", help="Continue a run although its images have changed (but not their number)."
-    ),
+    typer.Option("--accept-data", help="Resume even if the images changed; their number must be the same."),
 ]
 
 

@@ -31,7 +31,7 @@ from capszoo.data import (
 from capszoo.data.folders import find_splits
 from capszoo.data.specs import Side
 from capszoo.data.summary import SetSummary, summarise
-from capszoo.errors import CapszooError, unknown_name
+from capszoo.errors import CapszooError, UnknownArgument, UnknownModel, unknown_name
 from capszoo.images import MUCH_CROPPED, Framing
 from capszoo.models import CapsuleNet
 from capszoo.models._feedback import FeedbackAgreement, encapnet_feedback
@@ -247,6 +247,8 @@ def create_net(recipe: Recipe, spec: DatasetSpec, initial: bool = True) -> nn.Mo
         source = resolve(init.weights)
         load = partial(source.create, device="cpu")
         net = create_for(recipe.arch, spec.num_classes, spec.input_size, recipe.model_args, create=load)
+    except (UnknownArgument, UnknownModel) as error:  # of the recipe's arch or model_args
+        raise RecipeError(f"{recipe.name}: {error}") from error
     except CapszooError:
         raise
     except (TypeError, ValueError) as error:

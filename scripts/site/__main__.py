@@ -1,8 +1,8 @@
-"""Build the site into ``build/site``: ``make site``.
+"""The site in ``build/site``: developers run it when a page changes.
 
-The pages of docs/ are copied, links that lead out of docs/ are replaced by the name of the file, and the generated
-pages are added: models, command line, Python, changelog, and the files of the page in the browser. Sphinx
-then runs with warnings as errors.
+``make site``. The pages of docs/ are copied, links that lead out of docs/ are replaced by the name of the file, and
+the generated pages are added: models, command line, Python, changelog, and the files of the page in the browser.
+Sphinx then runs with warnings as errors.
 """
 
 from __future__ import annotations

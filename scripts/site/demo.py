@@ -1,4 +1,4 @@
-"""Files of the page that classifies in the browser: the exported model, its preprocessing, ONNX Runtime.
+"""Files of the page that classifies in the browser, for ``make site``: model, preprocessing, ONNX Runtime.
 
 The model is exported through the gate. ONNX Runtime's files come from its npm package and are placed beside the page;
 none of them are in the repository.
