@@ -15,7 +15,6 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-import capszoo
 from capszoo._pretrained import files as _pretrained
 from capszoo._pretrained import info as _info
 from capszoo._pretrained.catalogue import checkpoints
@@ -373,7 +372,7 @@ def test_the_commit_is_not_that_of_a_project_around_the_package(
     git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@example.org"]
     for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "a project of its own"]):
         subprocess.run([*git, *command], check=True)
-    monkeypatch.setattr(capszoo, "__file__", str(package / "__init__.py"))
+    monkeypatch.setattr(module, "PACKAGE_FOLDER", package)
     monkeypatch.delenv("CAPSZOO_COMMIT", raising=False)
     assert module.source_commit() is None
     monkeypatch.setenv("CAPSZOO_COMMIT", "abc")
