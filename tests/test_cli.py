@@ -133,7 +133,7 @@ def test_info_of_a_checkpoint_prints_its_command_and_protocol() -> None:
 def test_wrong_model_name_suggests_the_right_one(pictures: Path) -> None:
     for arguments in (("info", "resnet20_routingcap"), ("predict", "resnet20_routingcap", pictures)):
         line = fails(2, *arguments)
-        assert "did you mean" in line and MODEL in line
+        assert_names(line, [MODEL])
 
 
 def test_names_that_end_without_a_tag_or_are_too_long_for_a_file(pictures: Path) -> None:
@@ -402,7 +402,7 @@ def test_explain_without_matplotlib_names_the_extra(
         importlib.util, "find_spec", lambda name, *rest: None if name == "matplotlib" else find(name, *rest)
     )
     line = fails(1, "explain", "heatmap", trained, pictures / "a.png", "--out", tmp_path / "x.png")
-    assert line == "error: explain needs matplotlib: in the checkout: pip install -e '.[explain]'"
+    assert_names(line, ["matplotlib", ".[explain]"])
     assert not list(tmp_path.iterdir())
 
 
@@ -529,9 +529,7 @@ def test_train_passes_everything_on(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 @needs_training
 def test_train_errors() -> None:
     line = fails(2, "train", "resnet20_routingcaps.nosuch")
-    assert line.startswith(
-        "error: unknown recipe 'resnet20_routingcaps.nosuch': did you mean 'resnet20_routingcaps.mnist'"
-    )
+    assert_names(line, ["resnet20_routingcaps.nosuch", "resnet20_routingcaps.mnist"])
 
 
 @needs_training

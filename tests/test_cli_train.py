@@ -20,7 +20,7 @@ pytestmark = needs_training
 
 def test_a_dry_run_is_of_one_run() -> None:
     line = fails(2, "train", "cnn6.mnist", "--seeds", "0,1", "--dry-run")
-    assert line == "error: --seeds has no effect with --dry-run: leave it out"
+    assert_names(line, ["--seeds", "--dry-run"])
 
 
 def test_a_dry_run_is_timed_as_the_run_would_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

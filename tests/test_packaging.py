@@ -489,6 +489,15 @@ def test_docstrings_have_one_dialect(root: Path) -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_no_test_imports_the_file_of_another(root: Path) -> None:
+    """What several of them use lies in tests/support, and fixtures in conftest.py."""
+    for path in sorted((root / "tests").rglob("*.py")):
+        borrowed = re.findall(
+            r"^\s*from \S*\b(?:test_\w+|conftest) import|^\s*from \S+ import test_", path.read_text(), re.M
+        )
+        assert not borrowed, f"{path.relative_to(root)}: {borrowed}"
+
+
 def test_hubconf_imports_nothing_else(root: Path) -> None:
     targets = [name for name, _ in _imported("hubconf", root / "hubconf.py")]
     ours = [name for name in targets if name.startswith("capszoo")]
