@@ -94,16 +94,13 @@ def test_a_card_without_a_papers_figure_a_test_set_or_a_data_set_of_the_hub() ->
     )
     card = model_card(info, "me/pets", private=True)
     assert card.data.eval_results is None and card.data.datasets is None
-    assert "no paper reports a result for this" in card.text and "its accuracy is unknown" in card.text
-    assert "and 10 more" in card.text and "breed 29" not in card.text and "hf auth login" in card.text
+    assert "breed 9" in card.text and "breed 29" not in card.text and "hf auth login" in card.text
     info.raw["metrics"] = {"test": {"top1": 50.0, "n": 40}, "validation": {"top1": 40.0, "n": 10}}
     (result,) = model_card(info, "me/pets").data.eval_results
     assert result.metric_value == 50.0 and result.dataset_name == "pets"
     info.raw.update(epoch=3, recipe={"epochs": 9, "init": {"weights": "idpa_cnn.mnist"}}, seed=1)
     text = model_card(info, "me/pets", pictures=["confusion.png"]).text
-    assert "Fine-tuned from `idpa_cnn.mnist` on pets" in text and "![Confusion matrix](confusion.png)" in text
-    assert "10 images (held out of the training set)" in text and "held out for validation" in text
-    assert "seed 1; epoch 3 of 9 epochs. It was chosen by the validation images" in text
+    assert_names(text, ["`idpa_cnn.mnist`", "confusion.png", "held out", "seed 1", "epoch 3 of 9"])
     head = replace(info, architecture="caps_head", model_args={"routing": "avg"})
     assert "Paper:" not in model_card(head, "me/pets").text
     assert "2002.04764" in model_card(replace(head, model_args={"routing": "idpa"}), "me/pets").text
@@ -112,10 +109,7 @@ def test_a_card_without_a_papers_figure_a_test_set_or_a_data_set_of_the_hub() ->
         "data": {"validation": "own"},
     }
     text = model_card(info, "me/pets").text
-    assert (
-        "Fine-tuned from `private` on pets" in text and "/home" not in text and "run.safetensors" not in text
-    )
-    assert "the weights of `private`" in text
+    assert "`private`" in text and "/home" not in text and "run.safetensors" not in text
     assert model_card(info, "me/pets").data.base_model is None
     info.raw["recipe"] = {"init": {"weights": "hf-hub:bob/caps@v1"}}
     info.raw["dataset"] = {"name": "hf:ann/pets", "title": "hf:ann/pets"}
@@ -151,7 +145,7 @@ def test_several_labels_are_not_called_top_1() -> None:
     several = replace(info, raw={**info.raw, "dataset": {"name": "multimnist", "title": "MultiMNIST"}})
     assert counted(several) == "exact set" and "| exact set, % |" in figures_table(several)[0]
     card = str(model_card(several, "owner/name"))
-    assert "exactly its labels are predicted" in card and "exact set, % (n = " in card and "top-1" not in card
+    assert "exact set, % (n = " in card and "top-1" not in card
 
 
 def test_the_recipe_names_the_papers_figure() -> None:
@@ -190,8 +184,6 @@ def test_a_header_line_includes_its_continuation() -> None:
 def test_settings_unlike_the_recipe() -> None:
     recipe = load_recipe(OURS).model_dump(mode="json")
     assert settings_unlike_the_recipe(info_of(OURS, recipe=recipe)) == {}
-    lines = "\n".join(protocol_lines(info_of(OURS, recipe=recipe)))
-    assert "the recipe's, without a profile" in lines
     short = load_recipe(OURS, profile="short").model_dump(mode="json")
     unlike = settings_unlike_the_recipe(info_of(OURS, recipe=short))
     assert unlike["epochs"] == (60, 164) and unlike["precision"] == ("bf16", "fp32") and "tag" not in unlike
@@ -211,22 +203,14 @@ def test_a_checkpoint_that_was_trained_on() -> None:
         info = info_of(
             OURS, recipe=trained_on, metrics={"test": {}}, hardware="a processor", train_seconds=1000
         )
-        lines = protocol_lines(info)
-        assert (
-            f"- It began with the weights of `{start}`. The epochs of that training are additional." in lines
-        )
-        said = f"- The test set was evaluated {looks}. No epoch was selected by it."
-        (line,) = [line for line in lines if line.startswith(said)]
-        assert ("optimistic" in line) == (looks == "at the end of both runs")
-        assert "- Trained on a processor in 1,000 s." in lines
+        lines = "\n".join(protocol_lines(info))
+        assert_names(lines, [f"`{start}`", looks, "a processor", "1,000 s"])
+        assert ("optimistic" in lines) == (looks == "at the end of both runs")
         assert "Fine-tuned from" in model_card(info, "me/it").content
     further = info_of(OURS, recipe=recipe | {"init": {"weights": OURS}}, metrics={"test": {}})
     said = "\n".join(protocol_lines(further))
-    assert (
-        "- It began with the weights of an earlier run of this recipe. That run's epochs are additional"
-        in said
-    )
-    assert "at the end of both runs" in said and "Fine-tuned from" not in model_card(further, "me/it").content
+    assert_names(said, ["an earlier run", "at the end of both runs"])
+    assert "Fine-tuned from" not in model_card(further, "me/it").content
 
 
 def test_twins_differ_in_one_thing() -> None:
