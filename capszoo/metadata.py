@@ -8,11 +8,11 @@ listed here are kept. ``WeightsInfo.metadata`` reads it on first access, so that
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from .errors import CapszooError
+from .errors import WeightsError
 
 __all__ = [
     "AugmentRecord",
@@ -50,12 +50,16 @@ class DatasetRecord(_Record):
     sha256: dict[str, str] = {}
 
 
+#: A number of images, parameters or errors.
+Count = Annotated[int, Field(strict=True, ge=0, le=10**15)]
+
+
 class Measurement(_Record):
     """Results on one split; ``top1`` is exact-set accuracy, in per cent, if images have several labels."""
 
-    top1: float | None = None
-    errors: int | None = None
-    n: int | None = None
+    top1: Annotated[float, Field(strict=True, ge=0, le=100)] | None = None
+    errors: Count | None = None
+    n: Count | None = None
 
 
 class SeedsMeasurement(_Record):
@@ -148,7 +152,7 @@ class Metadata(_Record):
     description: str | None = None
     sha256: str = ""
     storage: str = "float32"
-    num_params: int | None = None
+    num_params: Count | None = None
     num_classes: int | None = None
     input_size: tuple[int, ...] = ()
     pool_size: tuple[int, ...] | None = None
@@ -181,13 +185,13 @@ class Metadata(_Record):
             where: name of the file in error messages.
 
         Raises:
-            CapszooError: a value of the wrong type.
+            WeightsError: a value of the wrong type.
         """
         try:
             return cls.model_validate(values)
         except ValidationError as error:
             key, why = first_complaint(error)
-            raise CapszooError(
+            raise WeightsError(
                 f"{where}: the metadata's {key} is wrong ({why})",
                 "take the file from its source again",
             ) from None

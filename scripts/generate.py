@@ -26,7 +26,7 @@ from timm.models import model_entrypoint
 
 import capszoo
 from benchmarks import heads, robustness
-from capszoo._pretrained.catalogue import CATALOGUE, checkpoints
+from capszoo._pretrained.catalogue import CATALOGUE, checkpoints, stated
 from capszoo._pretrained.info import (
     WeightsInfo,
     default_weights,
@@ -293,7 +293,9 @@ def catalogue() -> str:
     entries = []
     for name in (*capszoo.list_models(), *capszoo.list_pretrained()):
         entry = summarise(name).to_dict()
-        del entry["weights"]  # read from their metadata files
+        del entry["weights"]  # of an architecture, those of its checkpoints
+        if shared := checkpoints().get(name):
+            entry["checkpoint"] = stated(shared)
         if info := checkpoints(aliases=False).get(name):
             entry["command"] = train_command(info)
             entry["protocol"] = [line.removeprefix("- ") for line in protocol_lines(info)]

@@ -78,7 +78,6 @@ def test_no_torch_where_nothing_is_computed(root: Path) -> None:
         ("predict idpa_resnt x.png", "did you mean 'idpa_resnet'"),
         ("predict idpa_resnet nosuch.png", "nosuch.png: no such file"),
         ("explain heatmap idpa_resnt x.png", "did you mean 'idpa_resnet'"),
-        ("explain idpa_resnt x.png", "did you mean 'idpa_resnet'"),
         ("compare idpa_resnet idpa_resnt", "did you mean 'idpa_resnet'"),
         ("benchmark idpa_resnt", "did you mean 'idpa_resnet'"),
         ("recipes show idpa_resnet.cifar1", "did you mean 'idpa_resnet.cifar10'"),

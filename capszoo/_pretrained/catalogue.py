@@ -40,6 +40,7 @@ __all__ = [
     "recipes",
     "related_weights",
     "unknown_tag",
+    "stated",
     "weights_entry",
     "without_weights",
 ]
@@ -75,7 +76,10 @@ def checkpoints(aliases: bool = True) -> dict[str, WeightsInfo]:
         aliases: by each of its names, those of ``capszoo._pretrained.info.ALIASES`` included; else by the name of its
             file alone.
     """
-    known = read_metadata()
+    stored = {
+        name: entry["checkpoint"]["sha256"] for name, entry in _entries().items() if "checkpoint" in entry
+    }
+    known = read_metadata(stored)
     return with_aliases(known) if aliases else known
 
 
@@ -289,28 +293,43 @@ def describe(name: str) -> dict[str, Any] | None:
     weights = [
         info for info in checkpoints().values() if info.architecture == architecture and tag in ("", info.tag)
     ]
+    entry = {key: value for key, value in entry.items() if key != "checkpoint"}
     return {**entry, "weights": [weights_entry(info) for info in weights]}
 
 
 def weights_entry(info: WeightsInfo) -> dict[str, Any]:
-    """A checkpoint in the output of ``capszoo list`` and ``info``, in plain types for JSON."""
-    metrics = info.raw.get("metrics", {})
+    """A checkpoint in the output of ``capszoo list`` and ``info``, in plain types for JSON.
+
+    That of the generated file, if it has the checkpoint, else from the metadata, for which pydantic is loaded.
+    """
+    stored = _entries().get(info.name, {}).get("checkpoint", {})
+    return {
+        **(stored if stored.get("sha256") == info.sha256 else stated(info)),
+        "installed": stored_file(f"{info.file_name}.safetensors") is not None,
+        "default": default_weights(checkpoints(), info.architecture) == info,
+    }
+
+
+def stated(info: WeightsInfo) -> dict[str, Any]:
+    """What a checkpoint's metadata state, for :func:`weights_entry` and for the generated file."""
+    record = info.metadata
+    metrics = {
+        split: one.model_dump(mode="json", exclude_unset=True) for split, one in record.metrics.items()
+    }
     text = info.description or architectures().get(info.architecture, {}).get("description", "")
     return {
         "name": info.name,
         "stored_as": info.file_name,
-        "installed": stored_file(f"{info.file_name}.safetensors") is not None,
         "description": plain(text),
         "license": info.license,
-        "parameters": info.raw.get("num_params"),
+        "parameters": record.num_params,
         "input_size": list(info.input_size),
         "num_classes": info.num_classes,
-        "dataset": info.raw.get("dataset", {}).get("name"),
+        "dataset": record.dataset.name or None,
         "metrics": metrics,
         "top1": metrics.get("test", {}).get("top1"),
         "sha256": info.sha256,
         "score_kind": info.score_kind,
-        "default": default_weights(checkpoints(), info.architecture) == info,
     }
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,11 +25,11 @@ __all__ = [
     "ModelConfig",
     "architecture_name",
     "check_model_args",
-    "checked_sections",
     "checked_value",
     "described",
     "own_keys",
     "read_json_object",
+    "without_null_sections",
 ]
 
 #: Largest JSON file that is read, in bytes: a thousand times the size of the zoo's files.
@@ -365,17 +365,6 @@ def _value_range(value: Any, where: str, key: str) -> list[float]:
     return [black, white]
 
 
-def _count(value: Any, where: str, key: str) -> int:
-    return _whole(value, where, key, 0, 10**15)
-
-
-#: Values of a measurement, see ``capszoo.metadata.Measurement``.
-_MEASURED: dict[str, Callable[[Any, str, str], Any]] = {
-    "top1": lambda value, where, key: _real(value, where, key, 0, 100),
-    "errors": _count,
-    "n": _count,
-}
-
 #: The zoo's keys: facts about weights for which timm's ``PretrainedCfg`` has no field.
 _OWN_CHECKS: dict[str, Callable[[Any, str, str], Any]] = {
     "background": _one_of("black", "white"),  # those of `capszoo.images`, which imports Pillow
@@ -386,36 +375,20 @@ _OWN_CHECKS: dict[str, Callable[[Any, str, str], Any]] = {
 }
 
 
-def checked_sections(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Metadata whose sections are objects; a section that is null counts as absent and is left out.
+def without_null_sections(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Metadata without the sections that are null, which count as absent; their values are for `capszoo.metadata`."""
 
-    Values that ``capszoo list`` and ``info`` show have their types.
+    def without_nulls(values: Any, keys: Iterable[str]) -> Any:
+        if not isinstance(values, dict):
+            return values  # of a wrong type
+        return {key: value for key, value in values.items() if value is not None or key not in keys}
 
-    Raises:
-        WeightsError: a section or one of these values of another type.
-    """
-    found = _without_nulls(raw, _SECTIONS)
-    sections = {key: found[key] for key in _SECTIONS if key in found}
-    for key, value in sections.items():
-        _object(value, where, key)
-    if "recipe" in sections:
-        found["recipe"] = _without_nulls(sections["recipe"], ("loss",))
-        _object(found["recipe"].get("loss", {}), where, "recipe.loss")
-    if "metrics" in sections:
-        found["metrics"] = _without_nulls(sections["metrics"], tuple(sections["metrics"]))
-        for split, measured in found["metrics"].items():
-            _object(measured, where, f"metrics.{split}")
-            for key, check in _MEASURED.items():
-                if measured.get(key) is not None:
-                    check(measured[key], where, f"metrics.{split}.{key}")
-    _text(sections.get("dataset", {}).get("name"), where, "dataset.name")
-    if found.get("num_params") is not None:
-        _count(found["num_params"], where, "num_params")
+    found: dict[str, Any] = without_nulls(raw, _SECTIONS)
+    if "recipe" in found:
+        found["recipe"] = without_nulls(found["recipe"], ("loss",))
+    if isinstance(metrics := found.get("metrics"), dict):
+        found["metrics"] = without_nulls(metrics, metrics)
     return found
-
-
-def _without_nulls(values: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
-    return {key: value for key, value in values.items() if value is not None or key not in keys}
 
 
 def _object(value: Any, where: str, key: str) -> None:

@@ -21,9 +21,9 @@ from .checks import (
     ModelConfig,
     check_model_args,
     check_object_size,
-    checked_sections,
     checked_value,
     read_json_object,
+    without_null_sections,
 )
 from .checks import own_keys as checked_own_keys
 from .facts import SCORE_KINDS, kind_for
@@ -185,17 +185,22 @@ class WeightsInfo:
         return Metadata.read(self.raw, self.name)
 
     @classmethod
-    def from_json(cls, path: Path) -> WeightsInfo:
+    def from_json(cls, path: Path, trusted: str | None = None) -> WeightsInfo:
         """Read a checkpoint's metadata.
+
+        Args:
+            path: the file.
+            trusted: sha256 of the weights if the generated catalogue has this checkpoint: its sections are not checked
+                again, for which pydantic would be loaded.
 
         Raises:
             WeightsError: not readable, or an invalid value; the message names the file and the key.
         """
         where = str(path)
-        raw = checked_sections(read_json_object(path), where)
+        raw = without_null_sections(read_json_object(path))
         checked_own_keys(raw, where, prefix="")
         check_object_size(raw, checked_value(raw, "input_size", where), where)
-        return cls(
+        info = cls(
             architecture=checked_value(raw, "architecture", where),
             tag=checked_value(raw, "tag", where),
             sha256=checked_value(raw, "sha256", where),
@@ -212,6 +217,11 @@ class WeightsInfo:
             description=checked_value(raw, "description", where, default=None),
             raw=raw,
         )
+        if info.sha256 != trusted:
+            from ..metadata import Metadata
+
+            Metadata.read(raw, where)
+        return info
 
 
 def weights_folders() -> tuple[Path, ...]:
@@ -228,8 +238,11 @@ def stored_file(name: str, folders: Iterable[Path] | None = None) -> Path | None
     return next((file for file in files if file.is_file()), None)
 
 
-def read_metadata() -> dict[str, WeightsInfo]:
-    """Every checkpoint with metadata in ``weights_folders``, by its full name, in alphabetical order.
+def read_metadata(trusted: Mapping[str, str]) -> dict[str, WeightsInfo]:
+    """Every checkpoint with metadata in `weights_folders`, by its full name, in alphabetical order.
+
+    Args:
+        trusted: name to sha256 of the checkpoints whose sections need no check, see `WeightsInfo.from_json`.
 
     A checkpoint with damaged metadata is skipped with a warning, since the others do not depend on it.
     """
@@ -237,7 +250,7 @@ def read_metadata() -> dict[str, WeightsInfo]:
     for folder in weights_folders():
         for path in sorted(folder.glob("*.json")) if folder.is_dir() else ():
             try:
-                info = WeightsInfo.from_json(path)
+                info = WeightsInfo.from_json(path, trusted.get(path.stem))
                 if path.stem != info.name:
                     raise WeightsError(
                         f"{path}: the metadata inside is that of '{info.name}'; rename the file"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from .._pretrained.catalogue import check_model_argument
+from .._pretrained.catalogue import architectures, check_model_argument
 from .._utils.choices import CROP_MODES, HEAD_ROUTINGS
 from ..errors import UnknownModel, UsageError, unknown_name
 from .common import SkipBadOption, image_option, parse_size, refuse_unused, was_given
@@ -179,6 +180,8 @@ def _check_model(name: str) -> None:
     try:
         check_model_argument(name)
     except UnknownModel as error:
+        if get_close_matches(name, architectures(), cutoff=0.9):  # a typo, for which timm is not loaded
+            raise
         from timm.models import is_model
 
         if not is_model(name):
