@@ -376,7 +376,7 @@ _OWN_CHECKS: dict[str, Callable[[Any, str, str], Any]] = {
 
 
 def without_null_sections(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Metadata without the sections that are null, which count as absent; their values are for `capszoo.metadata`."""
+    """Metadata without the sections that are null, which count as absent; their values are for ``capszoo.metadata``."""
 
     def without_nulls(values: Any, keys: Iterable[str]) -> Any:
         if not isinstance(values, dict):

@@ -242,7 +242,7 @@ def read_metadata(trusted: Mapping[str, str]) -> dict[str, WeightsInfo]:
     """Every checkpoint with metadata in `weights_folders`, by its full name, in alphabetical order.
 
     Args:
-        trusted: name to sha256 of the checkpoints whose sections need no check, see `WeightsInfo.from_json`.
+        trusted: name to sha256 of the checkpoints whose sections need no check, see ``WeightsInfo.from_json``.
 
     A checkpoint with damaged metadata is skipped with a warning, since the others do not depend on it.
     """
