@@ -239,7 +239,7 @@ def stored_file(name: str, folders: Iterable[Path] | None = None) -> Path | None
 
 
 def read_metadata(trusted: Mapping[str, str]) -> dict[str, WeightsInfo]:
-    """Every checkpoint with metadata in `weights_folders`, by its full name, in alphabetical order.
+    """Every checkpoint with metadata in ``weights_folders``, by its full name, in alphabetical order.
 
     Args:
         trusted: name to sha256 of the checkpoints whose sections need no check, see ``WeightsInfo.from_json``.
