@@ -276,6 +276,21 @@ def test_timms_own_architectures_say_in_one_line_what_does_not_fit(tmp_path: Pat
         load_model(str(path), device="cpu")
 
 
+def test_timms_own_architectures_may_have_any_number_of_channels(tmp_path: Path) -> None:
+    """timm adapts a first convolution from three channels alone: from others it would be a new one."""
+    args = dict(num_classes=3, in_chans=2)
+    state = timm.create_model("test_resnet", **args).state_dict()
+    pair = _pair(tmp_path, state, architecture="test_resnet", input_size=[2, 64, 64])
+    pair.rename(tmp_path / "model.safetensors")
+    config = {"architecture": "test_resnet", "num_classes": 3, "model_args": args}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    loaded = [capszoo.create_model(f"local-dir:{tmp_path}", pretrained=True)]
+    (tmp_path / "model.safetensors").rename(pair)
+    loaded.append(load_model(str(pair), device="cpu"))
+    for model in loaded:
+        assert all(torch.equal(state[key], value) for key, value in model.state_dict().items())
+
+
 # -- config.json ---------------------------------------------------------------------------------------------
 
 
