@@ -436,7 +436,7 @@ def create_described(
     arguments = {**config.model_args, **{k: plain(v) for k, v in kwargs.items() if v is not None}}
     stated = {"num_classes": cfg.get("num_classes"), "in_chans": cfg.get("input_size", (3,))[0]}
     with fitting(where):
-        # timm adapts the first convolution of its architectures from three channels, and knows no other number
+        # older timm adapts the first convolution of its architectures from three channels, and knows no other number
         if state and not is_model_in_modules(architecture, MODULES) and stated["in_chans"] != 3:
             if all(arguments.get(name, value) == value for name, value in stated.items()):
                 model = create_registered(architecture, pretrained_cfg=cfg, **{**stated, **arguments})

@@ -277,7 +277,7 @@ def test_timms_own_architectures_say_in_one_line_what_does_not_fit(tmp_path: Pat
 
 
 def test_timms_own_architectures_may_have_any_number_of_channels(tmp_path: Path) -> None:
-    """timm adapts a first convolution from three channels alone: from others it would be a new one."""
+    """Older versions of timm adapt a first convolution from three channels alone: from others it would be new."""
     args = dict(num_classes=3, in_chans=2)
     state = timm.create_model("test_resnet", **args).state_dict()
     pair = _pair(tmp_path, state, architecture="test_resnet", input_size=[2, 64, 64])
