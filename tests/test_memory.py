@@ -24,7 +24,7 @@ print(int(kept), resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 def kept_and_faults(root: Path, value: str) -> tuple[bool, int]:
     done = subprocess.run(
-        [sys.executable, "-c", CODE, str(root / "capszoo" / "_memory.py")],
+        [sys.executable, "-c", CODE, str(root / "capszoo" / "_utils" / "process.py")],
         env={**os.environ, "CAPSZOO_KEEP_MEMORY": value},
         capture_output=True,
         text=True,
@@ -49,7 +49,7 @@ def test_without_glibc_nothing_is_done(root: Path) -> None:
 import ctypes, runpy, sys
 class Libc: pass
 ctypes.CDLL = lambda name: Libc()
-keep = runpy.run_path({str(root / "capszoo" / "_memory.py")!r})["keep_freed_memory"]
+keep = runpy.run_path({str(root / "capszoo" / "_utils" / "process.py")!r})["keep_freed_memory"]
 assert keep() is False
 sys.platform = "darwin"
 ctypes.CDLL = None  # is not asked for
