@@ -460,11 +460,17 @@ def same_but_seed(metadata: Mapping[str, Any], others: Mapping[str, Mapping[str,
             )
         images, ours = map(images_sha256, (known, metadata))
         if images and ours and images != ours:
-            raise WeightsError(f"{where} was trained on other images than {name}")
+            raise WeightsError(
+                f"{where} was trained on other images than {name}: leave it out, or train it on the same data"
+            )
         if int(known["seed"]) in taken:
-            raise WeightsError(f"{where} has seed {known['seed']}, as another of the runs has")
+            raise WeightsError(
+                f"{where} has seed {known['seed']}, as another of the runs has: leave one of them out"
+            )
         if not measured.keys() <= known["metrics"].keys():
-            raise WeightsError(f"{where} does not state accuracies for the same splits as {name}")
+            raise WeightsError(
+                f"{where} does not state accuracies for the same splits as {name}: leave it out"
+            )
         taken.add(int(known["seed"]))
         runs[int(known["seed"])] = dict(known)
     return seeds_summary(name, dict(sorted(runs.items())), int(metadata["recipe"]["epochs"]))
@@ -487,7 +493,9 @@ def _with_seeds(weights: Path, others: list[str]) -> None:
     """Add the summary over a run and ``others`` to the metadata beside its weights."""
     found: dict[str, Any] = json.loads(weights.with_suffix(".json").read_text(encoding="utf-8"))
     if "test" not in found["metrics"]:
-        raise WeightsError(f"{weights.stem} has no accuracy on a test set, of which to state the mean")
+        raise WeightsError(
+            f"{weights.stem} has no accuracy on a test set, of which to state the mean: run its recipe to the end first"
+        )
     metadata: dict[str, dict[str, Any]] = {}
     for other in others:
         known = finished_metadata(Path(other))

@@ -76,11 +76,12 @@ def checkpoints(aliases: bool = True) -> dict[str, WeightsInfo]:
         aliases: by each of its names, those of ``capszoo._pretrained.info.ALIASES`` included; else by the name of its
             file alone.
     """
+    if aliases:
+        return with_aliases(checkpoints(aliases=False))
     stored = {
         name: entry["checkpoint"]["sha256"] for name, entry in _entries().items() if "checkpoint" in entry
     }
-    known = read_metadata(stored)
-    return with_aliases(known) if aliases else known
+    return read_metadata(stored)
 
 
 @lru_cache(maxsize=1)

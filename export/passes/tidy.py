@@ -137,9 +137,11 @@ def _count_axes_from_the_front(proto: onnx.ModelProto) -> None:
     ranks = {value.name: len(value.type.tensor_type.shape.dim) for value in known}
     axes = {tensor.name: tensor for tensor in graph.initializer}
     counted: dict[tuple[int, ...], str] = {}
+    former: set[str] = set()
     for node in graph.node:
         if not node.op_type.startswith("Reduce") or len(node.input) < 2 or node.input[1] not in axes:
             continue
+        former.add(node.input[1])
         negative = onnx.numpy_helper.to_array(axes[node.input[1]]).tolist()
         if node.input[0] not in ranks or min(negative, default=0) >= 0:
             continue
@@ -150,6 +152,9 @@ def _count_axes_from_the_front(proto: onnx.ModelProto) -> None:
                 onnx.helper.make_tensor(counted[positive], onnx.TensorProto.INT64, [len(positive)], positive)
             )
         node.input[1] = counted[positive]
+    unused = former - {name for node in graph.node for name in node.input}
+    for name in unused:  # ONNX Runtime warns of constants that nothing uses
+        graph.initializer.remove(axes[name])
 
 
 def _keep_transposes(proto: onnx.ModelProto) -> None:
