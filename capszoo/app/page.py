@@ -91,7 +91,7 @@ class Models:
         if name in self._models:  # without the lock: a model that is being loaded must not delay the others
             return self._models[name]
         if not wait:
-            state = f"{name} is being loaded" if name in self._asked else f"{name}: choose it again"
+            state = f"{name} is being loaded; wait" if name in self._asked else f"{name}: choose it again"
             raise CapszooError(self._failed.get(name, state))
         self._failed.pop(name, None)
         self._asked.add(name)
@@ -102,7 +102,7 @@ class Models:
                 return self._models[name]
         except CapszooError as error:
             self._failed[name] = str(error)
-            raise CapszooError(str(error)) from error
+            raise
         finally:
             self._asked.discard(name)
 

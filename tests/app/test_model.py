@@ -236,7 +236,7 @@ def test_a_model_that_is_loaded_does_not_wait_for_another(
             assert finish.wait(20)
         if name == "damaged":
             made.append(name)
-            raise CapszooError("it is damaged")
+            raise CapszooError("it is damaged: download it again")
         return SimpleNamespace(name=name)
 
     made: list[str] = []

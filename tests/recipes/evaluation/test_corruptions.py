@@ -176,12 +176,12 @@ class Recorder(nn.Module):
 
 def test_the_images_do_not_depend_on_the_batch_size(target: EvalTarget) -> None:
     whole, parts = Recorder(), Recorder()
-    corruptions(replace(target, net=whole))
+    corruptions(replace(target, net=whole), batch_size=100)
     corruptions(replace(target, net=parts), batch_size=40)
     assert [len(x) for x in whole.seen] == [100] * 12 and [len(x) for x in parts.seen] == [40, 40, 20] * 12
     torch.testing.assert_close(torch.cat(whole.seen), torch.cat(parts.seen))
     other = Recorder()
-    corruptions(replace(target, net=other), seed=1)
+    corruptions(replace(target, net=other), seed=1, batch_size=100)
     same = [torch.equal(a, b) for a, b in zip(whole.seen, other.seen, strict=True)]
     fixed = ("scale", "brightness", "stripe")  # nothing is drawn for them
     assert same == [name in fixed for name in MNIST_C]
