@@ -8,9 +8,9 @@ listed here are kept. ``WeightsInfo.metadata`` reads it on first access, so that
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from .errors import WeightsError
 
@@ -27,13 +27,80 @@ __all__ = [
     "SeedsMeasurement",
     "SeedsRecord",
     "first_complaint",
+    "read_record",
 ]
+
+MAX_CLASSES = 1_000_000
+MAX_CHANNELS = 4_096
+#: Largest input of a model, in pixels.
+MAX_INPUT_PIXELS = 4_096**2
+
+R = TypeVar("R", bound=BaseModel)
 
 
 def first_complaint(error: ValidationError) -> tuple[str, str]:
     """The first wrong value that pydantic found: its key, and what is wrong with it."""
     first = error.errors()[0]
-    return ".".join(map(str, first["loc"])), first["msg"]
+    return ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
+
+
+def read_record(kind: type[R], values: Mapping[str, Any], where: str) -> R:
+    """Validate values read from JSON.
+
+    Args:
+        kind: the record.
+        values: the content of the file, or a part of it.
+        where: name of the file in error messages.
+
+    Raises:
+        WeightsError: a value of the wrong type or size.
+    """
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        key, why = first_complaint(error)
+        raise WeightsError(
+            f"{where}: the metadata's {key} is wrong ({why})", "take the file from its source again"
+        ) from None
+
+
+def number(value: Any) -> Any:
+    """A number of JSON: no text, and neither true nor false."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError("a number is needed")
+    return value
+
+
+def _labels(value: Any) -> Any:
+    if not isinstance(value, (list, tuple)):
+        return value or None
+    if not all(isinstance(name, (str, int)) and not isinstance(name, bool) for name in value):
+        raise ValueError("a string for each class is needed")
+    return tuple(map(str, value)) or None
+
+
+def _few_pixels(size: tuple[int, int, int]) -> tuple[int, int, int]:
+    if size[1] * size[2] > MAX_INPUT_PIXELS:
+        raise ValueError(f"images of {size[1]}x{size[2]}, more than {MAX_INPUT_PIXELS} pixels")
+    return size
+
+
+Classes = Annotated[int, BeforeValidator(number), Field(ge=0, le=MAX_CLASSES)]
+Channels = Annotated[int, BeforeValidator(number), Field(ge=1, le=MAX_CHANNELS)]
+Side = Annotated[int, BeforeValidator(number), Field(ge=1, le=MAX_INPUT_PIXELS)]
+InputSize = Annotated[tuple[Channels, Side, Side], AfterValidator(_few_pixels)]
+Mean = tuple[Annotated[float, BeforeValidator(number), Field(ge=-1e6, le=1e6)], ...]
+Std = tuple[Annotated[float, BeforeValidator(number), Field(ge=1e-6, le=1e6)], ...]
+PerChannel = Field(min_length=1, max_length=MAX_CHANNELS)
+#: A registered model's name, so that no source (``hf-hub:…``, a path) passes.
+Architecture = Annotated[str, Field(pattern=r"^[A-Za-z0-9_]{1,200}$")]
+Tag = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{0,200}$")]
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-fA-F]{64}$"), AfterValidator(str.lower)]
+Labels = Annotated[tuple[str, ...] | None, BeforeValidator(_labels)]
+#: The share of an image that is kept. Above 1, timm pads the image (VOLO's 1.15); here it fills the frame.
+CropShare = Annotated[
+    float, BeforeValidator(number), Field(ge=0.01, le=2), AfterValidator(lambda share: min(share, 1.0))
+]
 
 
 class _Record(BaseModel):
@@ -146,17 +213,22 @@ class Metadata(_Record):
         history: columns of values, one per epoch.
     """
 
-    architecture: str = ""
-    tag: str = ""
+    architecture: Architecture | None = None
+    tag: Tag = ""
     license: str = "apache-2.0"
     description: str | None = None
-    sha256: str = ""
+    sha256: Sha256 | None = None
     storage: str = "float32"
     num_params: Count | None = None
-    num_classes: int | None = None
-    input_size: tuple[int, ...] = ()
+    num_classes: Classes | None = None
+    input_size: InputSize | None = None
+    mean: Annotated[Mean, PerChannel] | None = None
+    std: Annotated[Std, PerChannel] | None = None
+    interpolation: str = "bilinear"
+    crop_pct: CropShare = 1.0
+    crop_mode: str = "center"
     pool_size: tuple[int, ...] | None = None
-    label_names: tuple[str, ...] | None = None
+    label_names: Labels = None
     model_args: dict[str, Any] = {}
     recipe: RecipeRecord | None = None
     seed: int | None = None
@@ -187,11 +259,4 @@ class Metadata(_Record):
         Raises:
             WeightsError: a value of the wrong type.
         """
-        try:
-            return cls.model_validate(values)
-        except ValidationError as error:
-            key, why = first_complaint(error)
-            raise WeightsError(
-                f"{where}: the metadata's {key} is wrong ({why})",
-                "take the file from its source again",
-            ) from None
+        return read_record(cls, values, where)

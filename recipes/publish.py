@@ -139,7 +139,7 @@ def _config(found: Checkpoint) -> dict[str, Any]:
         **({"label_names": list(info.label_names)} if info.label_names else {}),
         "model_args": dict(info.model_args),
         "sha256": info.sha256,
-        "capszoo": info.own_keys,
+        "capszoo": info.facts,
         "pretrained_cfg": {
             "tag": info.tag,
             "custom_load": False,

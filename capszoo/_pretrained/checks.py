@@ -1,62 +1,47 @@
 """Check metadata of weights and configurations of repositories, which strangers write and which are not trusted.
 
 A ``config.json`` or a checkpoint's ``.json`` describes a model. It never determines where something is read from: keys
-that name a file, an address, a repository or a device are dropped (:data:`_DESCRIBED` lists the accepted keys) or
+that name a file, an address, a repository or a device are dropped (:class:`Description` lists the accepted keys) or
 refused (:data:`_NOT_FOR_STRANGERS`), and the name of an architecture must be a registered name, never ``hf-hub:`` or
 ``local-dir:``. Sizes have limits, and ``capszoo._pretrained.demand.check_demand`` compares them with the tensors of the
-file before a model is built. This module imports neither torch nor pydantic, whose import alone takes as long as the
-whole of ``capszoo list``. Files that are read less often have pydantic models: manifests of bundles, recipes, the typed
-record of a checkpoint.
+file before a model is built.
 """
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from ..errors import WeightsError, first_line
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StrictBool
+
+from .._utils.files import read_json_object
+from ..errors import WeightsError
+from ..metadata import (
+    MAX_INPUT_PIXELS,
+    Architecture,
+    Channels,
+    Classes,
+    CropShare,
+    InputSize,
+    Labels,
+    Mean,
+    PerChannel,
+    Sha256,
+    Side,
+    Std,
+    Tag,
+    number,
+    read_record,
+)
 from .facts import SCORE_KINDS, own_facts, set_own_facts
 
-__all__ = [
-    "ModelConfig",
-    "architecture_name",
-    "check_model_args",
-    "checked_value",
-    "described",
-    "own_keys",
-    "read_json_object",
-    "without_null_sections",
-]
+__all__ = ["ModelConfig", "check_facts", "check_model_args", "described"]
 
-#: Largest JSON file that is read, in bytes: a thousand times the size of the zoo's files.
-MAX_JSON_BYTES = 32 * 2**20
-MAX_CLASSES = 1_000_000
-MAX_CHANNELS = 4_096
-#: Largest input of a model, in pixels.
-MAX_INPUT_PIXELS = 4_096**2
 #: Largest integer among a model's arguments.
 MAX_ARGUMENT = 1_000_000
-
-#: Keys of a configuration that describe a model: all of timm's ``PretrainedCfg`` except its sources (``url``, ``file``,
-#: ``state_dict``, ``hf_hub_id``, ``hf_hub_filename``, ``source``, ``custom_load``).
-_DESCRIBED = frozenset(
-    ("input_size", "test_input_size", "min_input_size", "fixed_input_size", "interpolation", "crop_pct")
-    + ("test_crop_pct", "crop_mode", "mean", "std", "num_classes", "label_offset", "label_names")
-    + (
-        "label_descriptions",
-        "pool_size",
-        "test_pool_size",
-        "first_conv",
-        "classifier",
-        "license",
-        "description",
-    )
-    + ("paper_name", "paper_ids", "notes", "tag", "architecture")
-)
 
 #: Arguments of ``create_model`` and of timm's builder that determine where something is read from, how it is loaded or
 #: where it is put. No model has an argument of these names.
@@ -78,195 +63,134 @@ _NOT_FOR_STRANGERS = frozenset(
 )
 
 
-def read_json_object(path: str | Path) -> dict[str, Any]:
-    """Read a JSON file that contains an object.
+def _ascending(value_range: tuple[float, float]) -> tuple[float, float]:
+    if not value_range[0] < value_range[1]:
+        raise ValueError("[black, white] must ascend")
+    return value_range
+
+
+def _one_or_two(value: Any) -> Any:
+    return value if isinstance(value, (list, tuple)) else (value,)
+
+
+class _Keys(BaseModel):
+    """Keys with None for those that are absent; others are dropped."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True, protected_namespaces=())
+
+    @classmethod
+    def read(cls, values: Mapping[str, Any], where: str) -> dict[str, Any]:
+        """The values of the keys that are present and not null.
+
+        Raises:
+            WeightsError: an invalid value; the message names the file and the key.
+        """
+        present = {key: values[key] for key in cls.model_fields if values.get(key) is not None}
+        return read_record(cls, present, where).model_dump(exclude_unset=True)
+
+
+PoolSide = Annotated[int, BeforeValidator(number), Field(ge=0, le=MAX_INPUT_PIXELS)]
+PoolSize = Annotated[tuple[PoolSide, ...], BeforeValidator(_one_or_two), Field(min_length=1, max_length=2)]
+Names = str | tuple[str, ...]
+
+
+class Description(_Keys):
+    """Keys of a configuration that describe a model.
+
+    All of timm's ``PretrainedCfg`` except its sources: ``url``, ``file``, ``state_dict``, ``hf_hub_id``,
+    ``hf_hub_filename``, ``source``, ``custom_load``.
+    """
+
+    architecture: Architecture | None = None
+    tag: Tag | None = None
+    input_size: InputSize | None = None
+    test_input_size: InputSize | None = None
+    min_input_size: InputSize | None = None
+    fixed_input_size: StrictBool | None = None
+    interpolation: str | None = None
+    crop_pct: CropShare | None = None
+    test_crop_pct: CropShare | None = None
+    crop_mode: str | None = None
+    mean: Annotated[Mean, PerChannel] | None = None
+    std: Annotated[Std, PerChannel] | None = None
+    num_classes: Classes | None = None
+    label_offset: Annotated[int, BeforeValidator(number), Field(ge=0, le=1)] | None = None
+    label_names: Labels = None
+    label_descriptions: dict[str, Any] | None = None
+    pool_size: PoolSize | None = None
+    test_pool_size: PoolSize | None = None
+    first_conv: Names | None = None
+    classifier: Names | None = None
+    license: str | None = None
+    description: str | None = None
+    paper_name: str | None = None
+    paper_ids: Names | None = None
+    notes: Names | None = None
+
+
+class Facts(_Keys):
+    """The zoo's keys: facts about weights for which timm's ``PretrainedCfg`` has no field."""
+
+    background: Literal["black", "white"] | None = None  # those of `capszoo.images`, which imports Pillow
+    object_size: tuple[Side, Side] | None = None
+    score_kind: Literal[tuple(SCORE_KINDS)] | None = None  # type: ignore[valid-type]
+    inherited_mean: StrictBool | None = None
+    value_range: Annotated[tuple[float, float], AfterValidator(_ascending)] | None = None
+
+
+def _image(size: Any) -> Any:
+    return [1, *(size if isinstance(size, (list, tuple)) else (size, size))]
+
+
+class _Sizes(_Keys):
+    """Arguments of a model that have limits of their own."""
+
+    num_classes: Classes | None = None
+    in_chans: Channels | None = None
+    img_size: Annotated[InputSize, BeforeValidator(_image)] | None = None
+
+
+class _Source(_Keys):
+    """What a ``config.json`` states outside its ``pretrained_cfg``."""
+
+    architecture: Architecture
+    sha256: Sha256 | None = None
+
+
+def described(cfg: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The description of a model in a stranger's ``pretrained_cfg``, checked; drops sources and unknown keys.
 
     Raises:
-        WeightsError: the file is missing, not readable, too large, not JSON, or no object.
+        WeightsError: an invalid value.
     """
-    path = Path(path)
-    try:
-        if path.stat().st_size > MAX_JSON_BYTES:
-            raise WeightsError(f"{path}: larger than {MAX_JSON_BYTES // 2**20} MiB, which no metadata are")
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as e:
-        raise WeightsError(f"{path}: cannot be read ({e.strerror or e})") from e
-    except (ValueError, RecursionError) as e:  # JSONDecodeError, UnicodeDecodeError, a number of 5,000 digits
-        raise WeightsError(f"{path}: not readable as JSON ({first_line(e)}): the file is damaged") from e
-    if not isinstance(raw, dict):
-        raise WeightsError(f"{path}: holds {_kind(raw)} where a JSON object is needed: the file is damaged")
-    return raw
+    taken = Description.read(cfg, where)
+    set_own_facts(taken, {})  # they are checked by themselves (`check_facts`)
+    for key in ("pool_size", "first_conv", "classifier"):  # timm distinguishes null from absent for these
+        if key in cfg:
+            taken.setdefault(key, None)
+    return taken
 
 
-def _kind(value: Any) -> str:
-    names = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
-    return names.get(type(value), "a number")
+def check_facts(value: Any, where: str, input_size: Sequence[int]) -> dict[str, Any]:
+    """The zoo's keys of a configuration or of metadata, checked; drops unknown ones, and those without a value.
 
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}…"
-
-
-# -- one value each: returned in its final type, or refused with file and key ---------------------------------------
-
-
-def architecture_name(value: Any, where: str, key: str = "architecture") -> str:
-    """A registered model's name: letters, digits and underscores, so that no source (``hf-hub:…``, a path) passes."""
-    if not isinstance(value, str) or not re.fullmatch(r"[A-Za-z0-9_]{1,200}", value):
-        raise WeightsError(
-            f"{where}: {key} must be a registered model's name (letters, digits, _), not {_short(value)}"
-        )
-    return value
-
-
-def _tag(value: Any, where: str, key: str) -> str:
-    if not isinstance(value, str) or not re.fullmatch(r"[A-Za-z0-9_.-]{0,200}", value):
-        raise WeightsError(f"{where}: {key} must be letters, digits, '_', '-' and '.', not {_short(value)}")
-    return value
-
-
-def _text(value: Any, where: str, key: str) -> str | None:
-    if value is not None and not isinstance(value, str):
-        raise WeightsError(f"{where}: {key} must be a string, not {_kind(value)}")
-    return value
-
-
-def _sha256(value: Any, where: str, key: str) -> str:
-    if not isinstance(value, str) or not re.fullmatch(r"[0-9a-fA-F]{64}", value):
-        raise WeightsError(f"{where}: {key} must be 64 hexadecimal digits, not {_short(value)}")
-    return value.lower()
-
-
-def _flag(value: Any, where: str, key: str) -> bool:
-    if not isinstance(value, bool):
-        raise WeightsError(f"{where}: {key} must be true or false, not {_short(value)}")
-    return value
-
-
-def _whole(value: Any, where: str, key: str, least: int, most: int) -> int:
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        raise WeightsError(
-            f"{where}: {key} must be a whole number from {least} to {most}, not {_short(value)}"
-        )
-    return value
-
-
-def _real(value: Any, where: str, key: str, least: float, most: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most:
-        raise WeightsError(f"{where}: {key} must be a number from {least:g} to {most:g}, not {_short(value)}")
-    return float(value)
-
-
-def _classes(value: Any, where: str, key: str) -> int:
-    return _whole(value, where, key, 0, MAX_CLASSES)
-
-
-def _input_size(value: Any, where: str, key: str) -> tuple[int, int, int]:
-    if not isinstance(value, (list, tuple)) or len(value) != 3:
-        raise WeightsError(
-            f"{where}: {key} must be three numbers, [channels, height, width], not {_short(value)}"
-        )
-    channels = _whole(value[0], where, f"{key}'s channels", 1, MAX_CHANNELS)
-    height, width = (_whole(side, where, f"{key}'s side", 1, MAX_INPUT_PIXELS) for side in value[1:])
-    if height * width > MAX_INPUT_PIXELS:
-        raise WeightsError(
-            f"{where}: {key} asks for images of {height}x{width}, more than {MAX_INPUT_PIXELS} pixels"
-        )
-    return channels, height, width
-
-
-def _per_channel(least: float) -> Callable[[Any, str, str], tuple[float, ...]]:
-    def check(value: Any, where: str, key: str) -> tuple[float, ...]:
-        if not isinstance(value, (list, tuple)) or not 1 <= len(value) <= MAX_CHANNELS:
-            raise WeightsError(f"{where}: {key} must be a list of a number per channel, not {_short(value)}")
-        return tuple(_real(v, where, key, least, 1e6) for v in value)
-
-    return check
-
-
-def _labels(value: Any, where: str, key: str) -> tuple[str, ...] | None:
-    if not value and not isinstance(value, (bool, int, float)):
-        return None
-    if not isinstance(value, (list, tuple)) or not all(
-        isinstance(v, (str, int)) and not isinstance(v, bool) for v in value
-    ):
-        raise WeightsError(f"{where}: {key} must be a list of strings, one for each class")
-    return tuple(str(v) for v in value)
-
-
-def _names(value: Any, where: str, key: str) -> str | tuple[str, ...] | None:
-    """A module's name, or several."""
-    given = value if isinstance(value, (list, tuple)) else (value,)
-    if value is not None and not all(isinstance(v, str) for v in given):
-        raise WeightsError(f"{where}: {key} must be a string or a list of strings")
-    return tuple(value) if isinstance(value, list) else value
-
-
-def _pool(value: Any, where: str, key: str) -> tuple[int, ...] | None:
-    if value is None:
-        return None
-    given = value if isinstance(value, (list, tuple)) else [value]
-    if len(given) not in (1, 2):
-        raise WeightsError(f"{where}: {key} must be two numbers, not {_short(value)}")
-    return tuple(_whole(v, where, key, 0, MAX_INPUT_PIXELS) for v in given)
-
-
-def _crop(value: Any, where: str, key: str) -> float:
-    # above 1, timm pads the image (VOLO's 1.15); here it fills the frame
-    return min(_real(value, where, key, 0.01, 2.0), 1.0)
-
-
-def _descriptions(value: Any, where: str, key: str) -> dict[str, str] | None:
-    if value is not None and not isinstance(value, dict):
-        raise WeightsError(f"{where}: {key} must be an object, not {_kind(value)}")
-    return value
-
-
-_CHECKS: dict[str, Callable[[Any, str, str], Any]] = {
-    "architecture": architecture_name,
-    "tag": _tag,
-    "sha256": _sha256,
-    "num_classes": _classes,
-    "input_size": _input_size,
-    "test_input_size": _input_size,
-    "min_input_size": _input_size,
-    "fixed_input_size": _flag,
-    "interpolation": _text,
-    "crop_mode": _text,
-    "crop_pct": _crop,
-    "test_crop_pct": _crop,
-    "mean": _per_channel(-1e6),
-    "std": _per_channel(1e-6),
-    "label_offset": lambda value, where, key: _whole(value, where, key, 0, 1),
-    "label_names": _labels,
-    "label_descriptions": _descriptions,
-    "pool_size": _pool,
-    "test_pool_size": _pool,
-    "first_conv": _names,
-    "classifier": _names,
-    "license": _text,
-    "description": _text,
-    "paper_name": _text,
-    "paper_ids": _names,
-    "notes": _names,
-}
-
-
-def checked_value(raw: Mapping[str, Any], key: str, where: str, default: Any = ...) -> Any:
-    """The value of a metadata key, in the type that the package uses; ``default`` if it is absent or null.
+    Args:
+        value: an object with these keys, or None.
+        where: name of the file in error messages.
+        input_size: channels, height and width in pixels: no object may be larger.
 
     Raises:
-        WeightsError: it is missing and has no default, or its type or size is invalid for the key.
+        WeightsError: no object, or an invalid value.
     """
-    value = raw.get(key)
-    if value is None:
-        if default is ...:
-            raise WeightsError(f"{where}: the metadata lacks the key '{key}'")
-        return default
-    return _CHECKS[key](value, where, key)
+    if not isinstance(value, Mapping | None):
+        raise WeightsError(f"{where}: capszoo must be an object, not a {type(value).__name__}")
+    facts = Facts.read({key: one for key, one in (value or {}).items() if one}, where)
+    sides: Sequence[int] = facts.get("object_size") or ()
+    if any(side > frame for side, frame in zip(sides, input_size[-2:], strict=False)):
+        raise WeightsError(
+            f"{where}: object_size is {sides[0]}x{sides[1]}, larger than the input, {input_size[-2]}x{input_size[-1]}"
+        )
+    return facts
 
 
 def check_model_args(args: Any, where: str) -> dict[str, Any]:
@@ -278,15 +202,9 @@ def check_model_args(args: Any, where: str) -> dict[str, Any]:
     if args is None:
         return {}
     if not isinstance(args, dict):
-        raise WeightsError(f"{where}: model_args must be an object, not {_kind(args)}")
+        raise WeightsError(f"{where}: model_args must be an object, not a {type(args).__name__}")
     _check_argument(args, where, "model_args", depth=4)
-    if "num_classes" in args:
-        _classes(args["num_classes"], where, "model_args.num_classes")
-    if "in_chans" in args:
-        _whole(args["in_chans"], where, "model_args.in_chans", 1, MAX_CHANNELS)
-    if args.get("img_size") is not None:
-        size = args["img_size"]
-        _input_size([1, *(size if isinstance(size, list) else (size, size))], where, "model_args.img_size")
+    _Sizes.read(args, f"{where}: model_args")
     # the weights of a backbone are in the file itself: nothing is downloaded to initialise it
     return {name: value for name, value in args.items() if name != "backbone_pretrained"}
 
@@ -301,117 +219,17 @@ def _check_argument(value: Any, where: str, key: str, depth: int) -> None:
                     f"{where}: {key} names '{name}', which is for the caller to choose and never for a file: "
                     "remove the key if you trust the rest"
                 )
-            _check_argument(inner, where, f"{key}.{_short(name)[1:-1]}", depth - 1)
+            _check_argument(inner, where, f"{key}.{str(name)[:60]}", depth - 1)
     elif isinstance(value, list):
         for inner in value:
             _check_argument(inner, where, key, depth - 1)
     elif isinstance(value, str):
         if len(value) > 200 or re.search(r"[:/\\\x00-\x1f]", value):
             raise WeightsError(
-                f"{where}: {key} is {_short(value)}: an argument of a model is no path and no source"
+                f"{where}: {key} is {repr(value)[:60]}: an argument of a model is no path and no source"
             )
     elif isinstance(value, (int, float)) and not abs(value) <= MAX_ARGUMENT:  # NaN, too
-        raise WeightsError(f"{where}: {key} is {_short(value)}, beyond {MAX_ARGUMENT}")
-
-
-def described(cfg: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The description of a model in a stranger's ``pretrained_cfg``, checked; drops sources and unknown keys."""
-    taken = {key: _CHECKS[key](cfg[key], where, key) for key in _DESCRIBED if cfg.get(key) is not None}
-    set_own_facts(taken, {})  # they are checked by themselves (`own_keys`)
-    for key in ("pool_size", "first_conv", "classifier"):  # timm distinguishes null from absent for these
-        if key in cfg:
-            taken.setdefault(key, None)
-    return taken
-
-
-def _one_of(*allowed: str) -> Callable[[Any, str, str], str]:
-    def check(value: Any, where: str, key: str) -> str:
-        if not isinstance(value, str) or value not in allowed:
-            raise WeightsError(f"{where}: {key} must be one of {', '.join(allowed)}, not {_short(value)}")
-        return value
-
-    return check
-
-
-def _object_size(value: Any, where: str, key: str) -> list[int]:
-    if not isinstance(value, (list, tuple)) or len(value) != 2:
-        raise WeightsError(f"{where}: {key} must be two numbers, [height, width], not {_short(value)}")
-    return [_whole(side, where, key, 1, MAX_INPUT_PIXELS) for side in value]
-
-
-def check_object_size(own: Mapping[str, Any], input_size: Sequence[int], where: str) -> None:
-    """Refuse objects that are larger than the canvas that they are placed on.
-
-    Raises:
-        WeightsError: a side of ``object_size`` is larger than that of ``input_size``.
-    """
-    sides: Sequence[int] = own.get("object_size") or ()
-    if any(side > frame for side, frame in zip(sides, input_size[-2:], strict=False)):
-        raise WeightsError(
-            f"{where}: object_size is {sides[0]}x{sides[1]}, larger than the input, {input_size[-2]}x{input_size[-1]}"
-        )
-
-
-#: Keys of metadata whose values are objects.
-_SECTIONS = ("recipe", "dataset", "metrics", "history", "versions", "per_class")
-
-
-def _value_range(value: Any, where: str, key: str) -> list[float]:
-    if not isinstance(value, (list, tuple)) or len(value) != 2:
-        raise WeightsError(f"{where}: {key} must be two numbers, [black, white], not {_short(value)}")
-    black, white = (_real(one, where, key, -1e30, 1e30) for one in value)
-    if not black < white:
-        raise WeightsError(f"{where}: {key} must ascend, not {_short(value)}")
-    return [black, white]
-
-
-#: The zoo's keys: facts about weights for which timm's ``PretrainedCfg`` has no field.
-_OWN_CHECKS: dict[str, Callable[[Any, str, str], Any]] = {
-    "background": _one_of("black", "white"),  # those of `capszoo.images`, which imports Pillow
-    "object_size": _object_size,
-    "score_kind": _one_of(*SCORE_KINDS),
-    "inherited_mean": _flag,
-    "value_range": _value_range,
-}
-
-
-def without_null_sections(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Metadata without the sections that are null, which count as absent; their values are for ``capszoo.metadata``."""
-
-    def without_nulls(values: Any, keys: Iterable[str]) -> Any:
-        if not isinstance(values, dict):
-            return values  # of a wrong type
-        return {key: value for key, value in values.items() if value is not None or key not in keys}
-
-    found: dict[str, Any] = without_nulls(raw, _SECTIONS)
-    if "recipe" in found:
-        found["recipe"] = without_nulls(found["recipe"], ("loss",))
-    if isinstance(metrics := found.get("metrics"), dict):
-        found["metrics"] = without_nulls(metrics, metrics)
-    return found
-
-
-def _object(value: Any, where: str, key: str) -> None:
-    if not isinstance(value, dict):
-        raise WeightsError(f"{where}: {key} must be an object, not {_kind(value)}")
-
-
-def own_keys(value: Any, where: str, prefix: str = "capszoo.") -> dict[str, Any]:
-    """The zoo's keys of a configuration or of metadata, checked; drops unknown ones.
-
-    Args:
-        value: an object with these keys, or None.
-        where: name of the file in error messages.
-        prefix: precedes a key in error messages.
-
-    Raises:
-        WeightsError: no object, or an invalid value.
-    """
-    if value is None:
-        return {}
-    _object(value, where, "capszoo")
-    stated = {key: value[key] for key in _OWN_CHECKS if value.get(key)}
-    return {key: _OWN_CHECKS[key](found, where, f"{prefix}{key}") for key, found in stated.items()}
+        raise WeightsError(f"{where}: {key} is {repr(value)[:60]}, beyond {MAX_ARGUMENT}")
 
 
 def _stated_args(raw: Mapping[str, Any], stated: Mapping[str, Any]) -> Any:
@@ -435,14 +253,14 @@ class ModelConfig:
         cfg: keys of timm's ``PretrainedCfg`` that describe the model, without sources of weights.
         model_args: arguments of the architecture.
         sha256: of ``model.safetensors``, if stated.
-        own_keys: the zoo's keys, see ``own_keys``.
+        facts: the zoo's keys, see ``check_facts``.
     """
 
     architecture: str
     cfg: dict[str, Any] = field(default_factory=dict)
     model_args: dict[str, Any] = field(default_factory=dict)
     sha256: str | None = None
-    own_keys: dict[str, Any] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def read(cls, path: str | Path, name: str | None = None) -> ModelConfig:
@@ -455,7 +273,7 @@ class ModelConfig:
         raw = read_json_object(path)
         stated = raw.get("pretrained_cfg", raw)  # older files are one flat object
         if not isinstance(stated, dict):
-            raise WeightsError(f"{where}: pretrained_cfg must be an object, not {_kind(stated)}")
+            raise WeightsError(f"{where}: pretrained_cfg must be an object, not a {type(stated).__name__}")
         stated = {**stated, **({"label_names": stated["labels"]} if "labels" in stated else {})}
         over = ("num_classes", "label_names", "label_descriptions")
         cfg = described({**stated, **{key: raw[key] for key in over if raw.get(key) is not None}}, where)
@@ -468,10 +286,9 @@ class ModelConfig:
             cfg.get("fixed_input_size") or "input_size" not in stated and chans is not None
         ):
             cfg["input_size"] = (size[0], *(side if isinstance(side, list) else (side, side)))
-        architecture = checked_value(raw, "architecture", where)
-        cfg["architecture"] = architecture
-        sha256 = checked_value(raw, "sha256", where, default=None)
+        source = _Source.read(raw, where)
+        cfg["architecture"] = source["architecture"]
         # timm's `save_for_hf` writes the whole of a model's `pretrained_cfg`
-        own = own_keys(raw.get("capszoo") or own_facts(stated), where)
-        check_object_size(own, cfg.get("input_size", (3, 224, 224)), where)
-        return cls(architecture, cfg, args, sha256, own)
+        facts = raw.get("capszoo") or own_facts(stated)
+        own = check_facts(facts, where, cfg.get("input_size", (3, 224, 224)))
+        return cls(source["architecture"], cfg, args, source.get("sha256"), own)

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import CapszooError, WeightsError, first_line, require
-from .checks import described
-from .checks import own_keys as checked_own_keys
+from .checks import check_facts, described
 from .facts import set_own_facts
 
 __all__ = ["OnnxModel"]
@@ -96,7 +95,7 @@ class OnnxModel(nn.Module):
         )
         architecture, _, tag = str(self.stated.get("weights", "")).partition(".")
         self.pretrained_cfg = {**facts, "architecture": architecture or self.stated["model"], "tag": tag}
-        set_own_facts(self.pretrained_cfg, checked_own_keys(spec, str(self.path), prefix=""))
+        set_own_facts(self.pretrained_cfg, check_facts(spec, str(self.path), size))
         self.in_chans, self.img_size, self.num_classes = size[0], size[1:], len(labels)
         batch = spec["batch"]
         self.batch = (int(batch["min"]), int(batch["usual"]), int(batch["max"]))

@@ -11,25 +11,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from .._utils.files import PACKAGE_FOLDER
+from .._utils.files import PACKAGE_FOLDER, read_json_object
 from ..errors import CapszooError, WeightsError
-from .checks import (
-    ModelConfig,
-    check_model_args,
-    check_object_size,
-    checked_value,
-    read_json_object,
-    without_null_sections,
-)
-from .checks import own_keys as checked_own_keys
 from .facts import SCORE_KINDS, kind_for
 
 if TYPE_CHECKING:
     from ..metadata import Metadata
+    from .checks import ModelConfig
 
 __all__ = [
     "ALIASES",
@@ -47,6 +39,11 @@ __all__ = [
 T = TypeVar("T")
 
 _logger = logging.getLogger(__name__)
+
+#: Keys that every metadata file has.
+_REQUIRED = ("architecture", "tag", "sha256", "num_classes", "input_size", "mean", "std")
+#: Keys of metadata whose values are objects.
+_SECTIONS = ("recipe", "dataset", "metrics", "history", "versions", "per_class")
 
 #: Namespace on the Hugging Face Hub under which every checkpoint is to be published, as ``<HUB_ORG>/<name>.<tag>``.
 HUB_ORG = "capszoo"
@@ -147,7 +144,7 @@ class WeightsInfo:
         return str(stated) if stated in SCORE_KINDS else ""
 
     @property
-    def own_keys(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, Any]:
         """Facts for which timm's configuration has no field (see ``capszoo._pretrained.facts``)."""
         stated = {
             key: self.raw[key] for key in ("background", "object_size", "value_range") if self.raw.get(key)
@@ -163,6 +160,8 @@ class WeightsInfo:
     @property
     def config(self) -> ModelConfig:
         """The description of the model, as a ``config.json`` gives it."""
+        from .checks import ModelConfig
+
         keys = (
             "num_classes",
             "input_size",
@@ -175,7 +174,7 @@ class WeightsInfo:
         )
         cfg = {key: getattr(self, key) for key in (*keys, "license", "description")}
         args = {"num_classes": self.num_classes, "in_chans": self.input_size[0], **self.model_args}
-        return ModelConfig(self.architecture, cfg, args, self.sha256, self.own_keys)
+        return ModelConfig(self.architecture, cfg, args, self.sha256, self.facts)
 
     @property
     def metadata(self) -> Metadata:
@@ -190,38 +189,48 @@ class WeightsInfo:
 
         Args:
             path: the file.
-            trusted: sha256 of the weights if the generated catalogue has this checkpoint: its sections are not checked
+            trusted: sha256 of the weights if the generated catalogue has this checkpoint: its values are not checked
                 again, for which pydantic would be loaded.
 
         Raises:
             WeightsError: not readable, or an invalid value; the message names the file and the key.
         """
         where = str(path)
-        raw = without_null_sections(read_json_object(path))
-        checked_own_keys(raw, where, prefix="")
-        check_object_size(raw, checked_value(raw, "input_size", where), where)
-        info = cls(
-            architecture=checked_value(raw, "architecture", where),
-            tag=checked_value(raw, "tag", where),
-            sha256=checked_value(raw, "sha256", where),
-            num_classes=checked_value(raw, "num_classes", where),
-            input_size=checked_value(raw, "input_size", where),
-            mean=checked_value(raw, "mean", where),
-            std=checked_value(raw, "std", where),
-            model_args=check_model_args(raw.get("model_args"), where),
-            label_names=checked_value(raw, "label_names", where, default=None),
-            interpolation=checked_value(raw, "interpolation", where, default="bilinear"),
-            crop_pct=checked_value(raw, "crop_pct", where, default=1.0),
-            crop_mode=checked_value(raw, "crop_mode", where, default="center"),
-            license=checked_value(raw, "license", where, default="unknown"),
-            description=checked_value(raw, "description", where, default=None),
-            raw=raw,
-        )
-        if info.sha256 != trusted:
+        raw = _without_null_sections(read_json_object(path))
+        for key in _REQUIRED:
+            if raw.get(key) is None:
+                raise WeightsError(f"{where}: the metadata lacks the key '{key}'")
+        keys = [one.name for one in fields(cls) if raw.get(one.name) is not None]
+        if raw["sha256"] == trusted:
+            values: dict[str, Any] = {
+                key: tuple(raw[key]) if isinstance(raw[key], list) else raw[key] for key in keys
+            }
+        else:
             from ..metadata import Metadata
+            from .checks import check_facts, check_model_args
 
-            Metadata.read(raw, where)
-        return info
+            record = Metadata.read(raw, where)
+            check_facts(raw, where, record.input_size or ())
+            values = {key: getattr(record, key) for key in keys}
+            values["model_args"] = check_model_args(raw.get("model_args"), where)
+        values.setdefault("license", "unknown")
+        return cls(**{**values, "raw": raw})
+
+
+def _without_null_sections(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Metadata without the sections that are null, which count as absent."""
+
+    def without_nulls(values: Any, keys: Iterable[str]) -> Any:
+        if not isinstance(values, dict):
+            return values  # of a wrong type
+        return {key: value for key, value in values.items() if value is not None or key not in keys}
+
+    kept: dict[str, Any] = without_nulls(raw, _SECTIONS)
+    if "recipe" in kept:
+        kept["recipe"] = without_nulls(kept["recipe"], ("loss",))
+    if isinstance(metrics := kept.get("metrics"), dict):
+        kept["metrics"] = without_nulls(metrics, metrics)
+    return kept
 
 
 def weights_folders() -> tuple[Path, ...]:

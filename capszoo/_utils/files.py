@@ -1,10 +1,11 @@
-"""Write files for users, completely or not at all; read arrays of ``.npz`` files."""
+"""Write files for users, completely or not at all; read JSON, and arrays of ``.npz`` files."""
 
 from __future__ import annotations
 
 import csv
 import errno
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -21,7 +22,7 @@ try:
 except ModuleNotFoundError:  # Windows has no such locks
     fcntl = None  # type: ignore[assignment]
 
-from ..errors import CapszooError
+from ..errors import CapszooError, WeightsError, first_line
 
 if TYPE_CHECKING:
     import numpy as np
@@ -35,6 +36,7 @@ __all__ = [
     "created_folder",
     "expanded",
     "not_writable",
+    "read_json_object",
     "read_npz",
     "remove_stale",
     "replacing",
@@ -47,6 +49,9 @@ __all__ = [
 
 #: Folder of the package, with its weights and assets.
 PACKAGE_FOLDER = Path(__file__).resolve().parents[1]
+
+#: Largest JSON file that is read, in bytes: a thousand times the size of the zoo's files.
+MAX_JSON_BYTES = 32 * 2**20
 
 
 def expanded(path: str | Path) -> Path:
@@ -412,3 +417,23 @@ def read_npz(path: str | Path, names: Iterable[str], max_bytes: int = MAX_BYTES)
         if array.dtype.kind not in "biuf":
             raise CapszooError(f"{path}: the array '{name}' holds no numbers", "write it again, or remove it")
     return arrays
+
+
+def read_json_object(path: str | Path) -> dict[str, Any]:
+    """Read a JSON file that contains an object.
+
+    Raises:
+        WeightsError: the file is missing, not readable, too large, not JSON, or no object.
+    """
+    path = Path(path)
+    try:
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise WeightsError(f"{path}: larger than {MAX_JSON_BYTES // 2**20} MiB, which no metadata are")
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as e:
+        raise WeightsError(f"{path}: cannot be read ({e.strerror or e})") from e
+    except (ValueError, RecursionError) as e:  # JSONDecodeError, UnicodeDecodeError, a number of 5,000 digits
+        raise WeightsError(f"{path}: not readable as JSON ({first_line(e)}): the file is damaged") from e
+    if not isinstance(raw, dict):
+        raise WeightsError(f"{path}: holds no JSON object: the file is damaged")
+    return raw

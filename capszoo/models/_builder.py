@@ -179,7 +179,7 @@ def build_capsule_model(
     weights_id = cfg.hf_hub_id
     info = checkpoints().get(f"{variant}.{cfg.tag}") if cfg.tag else None
     if zoo_facts is None:
-        zoo_facts = info.own_keys if info else {}
+        zoo_facts = info.facts if info else {}
     # a name with a tag is one network, with its weights or without; timm's scripts give its configuration instead
     if info and (pretrained or given):
         kwargs = {**info.model_args, **kwargs}
@@ -428,7 +428,7 @@ def create_described(
         raise WeightsError(f"{where}: {unknown_name('architecture', architecture, architectures())}")
     cfg = untrusted_config(config.cfg, architecture, where)
     cfg["tag"] = _trusted_tag(architecture, config.cfg.get("tag"), config.sha256)
-    set_own_facts(cfg, {**own_facts(cfg), **config.own_keys})
+    set_own_facts(cfg, {**own_facts(cfg), **config.facts})
     state = load_safetensors(weights) if weights else None
     check_demand(
         partial(timm.create_model, architecture, pretrained_cfg=dict(cfg), **config.model_args), state, where

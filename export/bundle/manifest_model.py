@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from capszoo._pretrained.checks import MAX_CHANNELS, MAX_INPUT_PIXELS
 from capszoo.errors import CapszooError
+from capszoo.metadata import MAX_CHANNELS, MAX_INPUT_PIXELS
 
 __all__ = ["SCHEMA", "check_manifest"]
 

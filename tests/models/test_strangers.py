@@ -129,62 +129,61 @@ def test_a_sound_pair_loads(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "message"),
+    ("key", "value", "named"),
     [
-        ("architecture", "local-dir:/elsewhere", "architecture must be a registered model's name"),
-        ("architecture", "hf-hub:a/b", "architecture must be a registered model's name"),
-        ("architecture", "no_such_net", "unknown architecture 'no_such_net'"),
-        ("architecture", ["idpa_cnn"], "architecture must be a registered model's name"),
-        ("num_classes", "x", "num_classes must be a whole number"),
-        ("num_classes", True, "num_classes must be a whole number"),
-        ("num_classes", 10**9, "num_classes must be a whole number"),
-        ("num_classes", -1, "num_classes must be a whole number"),
-        ("input_size", [1, 28], "input_size must be three numbers"),
-        ("input_size", [1, 10**6, 10**6], "input_size asks for images of 1000000x1000000"),
-        ("input_size", None, "lacks the key 'input_size'"),
-        ("mean", [float("nan")], "mean must be a number"),
-        ("mean", 0.5, "mean must be a list"),
-        ("std", [0.0], "std must be a number from 1e-06"),
-        ("std", [], "std must be a list"),
-        ("crop_pct", 1e-300, "crop_pct must be a number"),
-        ("sha256", 5, "sha256 must be 64 hexadecimal digits"),
-        ("tag", "../x", "tag must be letters"),
-        ("label_names", {"a": 1}, "label_names must be a list of strings"),
-        ("recipe", [], "metadata's recipe"),
-        ("recipe", {"loss": "margin"}, "metadata's recipe.loss"),
-        ("metrics", {"test": 99.0}, "metadata's metrics.test"),
-        ("metrics", {"test": {"top1": "x"}}, "metadata's metrics.test.top1"),
-        ("metrics", {"validation": {"n": 1.5}}, "metadata's metrics.validation.n"),
-        ("num_params", "x", "metadata's num_params"),
-        ("dataset", {"name": {"a": 1}}, "metadata's dataset.name"),
-        ("license", ["mit"], "license must be a string, not a list"),
-        ("score_kind", ["lengths"], "score_kind must be one of logits"),
-        ("background", "green", "background must be one of black, white"),
-        ("object_size", 28, "object_size must be two numbers"),
-        ("object_size", [0, 28], "object_size must be a whole number"),
-        ("object_size", [28, 16_000], "object_size is 28x16000, larger than the input"),
-        ("model_args", [1], "model_args must be an object"),
-        ("model_args", {"checkpoint_path": "x"}, "model_args names 'checkpoint_path'"),
-        ("model_args", {"fc_caps": [10**12]}, "model_args.fc_caps is 1000000000000, beyond 1000000"),
-        ("model_args", {"fc_caps": 10**400}, "beyond 1000000"),
-        ("model_args", {"fc_caps": float("nan")}, "model_args.fc_caps is nan, beyond 1000000"),
-        ("model_args", {"fc_caps": "hf-hub:a/b"}, "no path and no source"),
-        ("model_args", {"img_size": 10**5}, "model_args.img_size asks for images"),
-        ("model_args", {"in_chans": 0}, "model_args.in_chans must be a whole number"),
-        ("model_args", {"no_such": 1}, "the metadata's arguments make no model"),
-        ("model_args", {"backbone": 3}, "the metadata's arguments make no model"),
-        ("model_args", {"backbone": "local-dir:/elsewhere"}, "no path and no source"),
-        ("model_args", {"backbone": "timm/resnet18"}, "no path and no source"),
+        ("architecture", "local-dir:/elsewhere", "architecture"),
+        ("architecture", "hf-hub:a/b", "architecture"),
+        ("architecture", "no_such_net", "no_such_net"),
+        ("architecture", ["idpa_cnn"], "architecture"),
+        ("num_classes", "x", "num_classes"),
+        ("num_classes", True, "num_classes"),
+        ("num_classes", 10**9, "num_classes"),
+        ("num_classes", -1, "num_classes"),
+        ("input_size", [1, 28], "input_size"),
+        ("input_size", [1, 10**6, 10**6], "1000000x1000000"),
+        ("input_size", None, "input_size"),
+        ("mean", [float("nan")], "mean.0"),
+        ("mean", 0.5, "mean"),
+        ("std", [0.0], "std.0"),
+        ("std", [], "std"),
+        ("crop_pct", 1e-300, "crop_pct"),
+        ("sha256", 5, "sha256"),
+        ("tag", "../x", "tag"),
+        ("label_names", {"a": 1}, "label_names"),
+        ("recipe", [], "recipe"),
+        ("recipe", {"loss": "margin"}, "recipe.loss"),
+        ("metrics", {"test": 99.0}, "metrics.test"),
+        ("metrics", {"test": {"top1": "x"}}, "metrics.test.top1"),
+        ("metrics", {"validation": {"n": 1.5}}, "metrics.validation.n"),
+        ("num_params", "x", "num_params"),
+        ("dataset", {"name": {"a": 1}}, "dataset.name"),
+        ("license", ["mit"], "license"),
+        ("score_kind", ["lengths"], "score_kind"),
+        ("background", "green", "background"),
+        ("object_size", 28, "object_size"),
+        ("object_size", [0, 28], "object_size.0"),
+        ("object_size", [28, 16_000], "28x16000"),
+        ("model_args", [1], "model_args"),
+        ("model_args", {"checkpoint_path": "x"}, "checkpoint_path"),
+        ("model_args", {"fc_caps": [10**12]}, "model_args.fc_caps"),
+        ("model_args", {"fc_caps": 10**400}, "model_args.fc_caps"),
+        ("model_args", {"fc_caps": float("nan")}, "model_args.fc_caps"),
+        ("model_args", {"fc_caps": "hf-hub:a/b"}, "model_args.fc_caps"),
+        ("model_args", {"img_size": 10**5}, "img_size"),
+        ("model_args", {"in_chans": 0}, "in_chans"),
+        ("model_args", {"no_such": 1}, "arguments"),
+        ("model_args", {"backbone": 3}, "arguments"),
+        ("model_args", {"backbone": "local-dir:/elsewhere"}, "model_args.backbone"),
+        ("model_args", {"backbone": "timm/resnet18"}, "model_args.backbone"),
     ],
 )
-def test_metadata_that_make_no_sense(tmp_path: Path, key: str, value: Any, message: str) -> None:
+def test_metadata_that_make_no_sense(tmp_path: Path, key: str, value: Any, named: str) -> None:
     path = _pair(tmp_path)
     info = json.loads(path.with_suffix(".json").read_text())
     path.with_suffix(".json").write_text(json.dumps({**info, key: value}))
-    with pytest.raises(WeightsError) as e:
+    with refuses(WeightsError, names=[named]) as caught:
         load_model(str(path), device="cpu")
-    text = str(e.value)
-    assert message in text and "net." in text and "\n" not in text and len(text) < 500
+    assert "net." in str(caught.value)
     with pytest.raises(WeightsError):
         summarise(str(path))
 
@@ -210,15 +209,13 @@ def test_null_is_absent(tmp_path: Path, sections: dict[str, Any]) -> None:
 def test_metadata_that_are_no_object(tmp_path: Path, content: str) -> None:
     path = _pair(tmp_path)
     path.with_suffix(".json").write_text(content)
-    with pytest.raises(WeightsError, match="net.json: (not readable as JSON|holds .* where a JSON object)"):
+    with refuses(WeightsError, names=["net.json", "JSON"]):
         load_model(str(path), device="cpu")
     path.with_suffix(".json").write_bytes(b'{"architecture": "\xff\xfe"}')
     with refuses(WeightsError, names=["JSON", "readable"]):
         load_model(str(path), device="cpu")
     (tmp_path / "config.json").write_text(content)
-    with pytest.raises(
-        WeightsError, match="config.json: (not readable as JSON|holds .* where a JSON object)"
-    ):
+    with refuses(WeightsError, names=["config.json", "JSON"]):
         load_model(f"local-dir:{tmp_path}", device="cpu")
 
 
