@@ -38,20 +38,28 @@ __all__ = ["SelfAttentionRouting", "self_attention_routing"]
 torch.fx.wrap("upcast_half")
 
 
-def self_attention_routing(votes: Tensor, bias: Optional[Tensor] = None) -> Tuple[Tensor, Tensor]:
+def self_attention_routing(
+    votes: Tensor, bias: Optional[Tensor] = None, attention: bool = True
+) -> Tuple[Tensor, Tensor]:
     """Route votes to parents by self-attention.
 
     Args:
         votes: ``[b, j, i, e]``, the vote of child ``i`` for parent ``j``.
         bias: ``[j, i]``, added to the couplings; zero where absent.
+        attention: False gives every parent the same coupling, 1 over their number.
 
     Returns:
         poses ``[b, j, e]``, squashed by :func:`exponential_squash`, and the couplings ``[b, j, i]``, without the bias.
     """
     votes_up = upcast_half(votes)
-    vote_sum = votes_up.sum(dim=2)  # Σ_k û_kj: [b, j, e]
-    agreement = torch.matmul(votes_up, vote_sum.unsqueeze(3)).squeeze(3)  # row sums of û_j û_jᵀ: [b, j, i]
-    couplings = torch.softmax(agreement * votes.shape[3] ** -0.5, dim=1)  # over the parents
+    if attention:
+        vote_sum = votes_up.sum(dim=2)  # Σ_k û_kj: [b, j, e]
+        agreement = torch.matmul(votes_up, vote_sum.unsqueeze(3)).squeeze(
+            3
+        )  # row sums of û_j û_jᵀ: [b, j, i]
+        couplings = torch.softmax(agreement * votes.shape[3] ** -0.5, dim=1)  # over the parents
+    else:
+        couplings = torch.ones_like(votes_up[:, :, :, 0]) / votes.shape[1]
     weights = couplings if bias is None else couplings + bias
     total = torch.matmul(weights.to(votes_up.dtype).unsqueeze(2), votes_up).squeeze(2)  # s_j: [b, j, e]
     return exponential_squash(total).to(votes.dtype), couplings.to(votes.dtype)
@@ -63,6 +71,7 @@ class SelfAttentionRouting(RoutingLayer):
     Args:
         in_caps, in_dim: number of children, and their pose dimension.
         out_caps, out_dim: number of parents, and their pose dimension.
+        attention: False holds the couplings even (see :func:`self_attention_routing`); ``bias`` still adds to them.
 
     ``weight`` is ``[i, d, j * e]``, as in :class:`DynamicRouting`; ``bias`` is ``[j, i]`` and starts at zero.
 
@@ -71,10 +80,13 @@ class SelfAttentionRouting(RoutingLayer):
         AssertionError: in ``forward``, the input has another number of channels or children.
     """
 
-    def __init__(self, in_caps: int, in_dim: int, out_caps: int, out_dim: int) -> None:
+    def __init__(
+        self, in_caps: int, in_dim: int, out_caps: int, out_dim: int, attention: bool = True
+    ) -> None:
         super().__init__()
         at_least(1, in_caps=in_caps, in_dim=in_dim, out_caps=out_caps, out_dim=out_dim)
         self.in_caps, self.in_dim, self.out_caps, self.out_dim = in_caps, in_dim, out_caps, out_dim
+        self.attention = attention
         self.weight = nn.Parameter(torch.empty(in_caps, in_dim, out_caps * out_dim))
         self.bias = nn.Parameter(torch.empty(out_caps, in_caps))
         self.reset_parameters()
@@ -113,7 +125,7 @@ class SelfAttentionRouting(RoutingLayer):
 
     def reference(self, inputs: List[Tensor], num_iters: int, need_couplings: bool) -> Routed:
         """:func:`self_attention_routing` of children ``[b, i, d]``."""
-        poses, couplings = self_attention_routing(self._votes(inputs[0]), self.bias)
+        poses, couplings = self_attention_routing(self._votes(inputs[0]), self.bias, self.attention)
         return Routed([poses], [], couplings)
 
     @torch.jit.unused
@@ -121,4 +133,5 @@ class SelfAttentionRouting(RoutingLayer):
         return 1, self.in_caps, self.out_caps, self.in_dim, self.out_dim
 
     def extra_repr(self) -> str:
-        return f"{self.in_caps}x{self.in_dim} -> {self.out_caps}x{self.out_dim}"
+        text = f"{self.in_caps}x{self.in_dim} -> {self.out_caps}x{self.out_dim}"
+        return text if self.attention else f"{text}, attention=False"

@@ -206,10 +206,12 @@ class RoutedResNet(_HeadResNet):
     Args:
         num_classes: classes; 0 returns the pooled features.
         in_chans, img_size: channels and size of the images; weights depend on the size.
-        routing: ``"dynamic"``, ``"em"`` or ``"idpa"``.
-        depth: capsule layers, 1 or 2 (not with idpa).
+        routing: ``"dynamic"``, ``"em"``, ``"idpa"`` or ``"self_attention"``.
+        depth: capsule layers, 1 or 2 (2 with dynamic and em alone).
         caps_types, caps_dim: primary capsule types, and their pose dimension.
-        routing_iters: routing iterations; None uses the routing's default (3; idpa 2).
+        routing_iters: routing iterations; None uses the routing's default (3; idpa 2). Self-attention has none
+            and ignores it.
+        even_couplings: do not route, with the same parameters (see :func:`capszoo.models._heads.create_head`).
         layers: depth of the ResNet, 6n + 2.
         global_pool: ``"avg"``; ``""`` returns the feature map without classes.
         drop_rate: dropout of single entries of the class layer's child poses, not of whole capsules.
@@ -228,17 +230,21 @@ class RoutedResNet(_HeadResNet):
         layers: int = 20,
         global_pool: str = "avg",
         drop_rate: float = 0.0,
+        even_couplings: bool = False,
     ) -> None:
-        if routing not in ("dynamic", "em", "idpa"):
-            raise ValueError(f"routing must be 'dynamic', 'em' or 'idpa', not {routing!r}")
-        if routing == "idpa" and depth != 1:
-            raise ValueError(f"the idpa head has one capsule layer: depth must be 1, not {depth}")
+        if routing not in ("dynamic", "em", "idpa", "self_attention"):
+            raise ValueError(f"routing must be 'dynamic', 'em', 'idpa' or 'self_attention', not {routing!r}")
+        deeper = routing in ("dynamic", "em")
+        if not deeper and depth != 1:
+            raise ValueError(f"the {routing} head has one capsule layer: depth must be 1, not {depth}")
         super().__init__(num_classes, in_chans, img_size, global_pool, fixed_input_size=True)
         options: Dict[str, Any] = dict(caps_types=caps_types, caps_dim=caps_dim, drop_rate=drop_rate)
-        if routing_iters is not None:
+        if routing_iters is not None and routing != "self_attention":
             options["num_iters"] = routing_iters
-        if routing != "idpa":
+        if deeper:
             options["depth"] = depth
+        if even_couplings:
+            options["even_couplings"] = True
         self._build(layers, routing, options)
 
 
@@ -427,8 +433,8 @@ def attach_head(
         pretrained: load the backbone's weights; nothing is downloaded otherwise. A module brings its own.
         freeze: freeze the backbone: its parameters need no gradient, and it stays in eval mode in training, so that the
             statistics of its norms do not change.
-        **head_args: of the head: ``proj_chans`` (64), ``max_grid`` (8), ``routing_iters``, and those specific to the
-            routing, such as ``caps_types`` or ``depth``.
+        **head_args: of the head: ``proj_chans`` (64), ``max_grid`` (8), ``routing_iters``, ``even_couplings=True``
+            (the same head without routing), and those specific to the routing, such as ``caps_types`` or ``depth``.
 
     Returns:
         A network with all of the zoo's methods.

@@ -19,7 +19,7 @@ from torch import nn
 import capszoo
 from capszoo._utils.choices import HEAD_ROUTINGS
 from capszoo.models._backbones import BackboneFeatures, Unused, create_backbone, feature_levels_of
-from capszoo.models._heads import HEADS
+from capszoo.models._heads import HEADS, create_head
 from capszoo.preprocess import model_transform
 from capszoo.recipes.finetune import backbone_source
 from tests.support.errors import refuses
@@ -100,6 +100,73 @@ def test_every_routing_learns_through_one_backbone(routing: str) -> None:
     torch.nn.functional.cross_entropy(net(images(net, 3)), torch.tensor([0, 1, 2])).backward()
     missing = [key for key, p in net.named_parameters() if p.grad is None or not torch.isfinite(p.grad).all()]
     assert not missing
+
+
+#: The heads that can hold their couplings even, with two layers where they have them.
+EVEN = [
+    (name, depth)
+    for name in HEADS
+    if HEADS[name].even
+    for depth in (1, 2)
+    if depth == 1 or name in "dynamic em"
+]
+
+
+@pytest.mark.parametrize(("routing", "depth"), EVEN)
+def test_even_couplings_are_exactly_even(routing: str, depth: int) -> None:
+    """The twin that tells what routing buys: the same parameters, and couplings that no image changes."""
+    args: dict[str, Any] = {} if routing == "routing_pool" else {"caps_types": 2}
+    args |= {"depth": depth} if depth > 1 else {}
+    torch.manual_seed(0)
+    routed = create_head(16, (4, 4), 3, routing, **args)
+    even = create_head(16, (4, 4), 3, routing, even_couplings=True, **args)
+    sizes = [{key: p.shape for key, p in head.named_parameters()} for head in (routed, even)]
+    assert sizes[0] == sizes[1]
+    even.load_state_dict(routed.state_dict())
+    x = torch.randn(5, 16, 4, 4)
+    with torch.no_grad():
+        first, second = routed.eval().route(x), even.eval().route(x)
+    for couplings, layout in zip(second.couplings, even.coupling_layouts(), strict=True):
+        # over the parents, or in routing_pool over the positions
+        parts = couplings.shape[layout.parents] if layout.over == "parents" else 16
+        assert torch.equal(couplings, torch.full_like(couplings, 1 / parts))
+    assert not torch.equal(first.scores, second.scores)
+    if routing == "routing_pool":
+        torch.testing.assert_close(second.scores, even.classes(x.mean((2, 3))))  # average pooling
+    torch.nn.functional.cross_entropy(even.train()(x), torch.arange(5) % 3).backward()
+    assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in even.parameters())
+
+
+@pytest.mark.parametrize("routing", ["self_routing", "avg", "conv"])
+def test_heads_without_an_even_twin_are_refused(routing: str) -> None:
+    """Self-routing's activations are its couplings: held even, all classes have one score."""
+    with refuses(ValueError, names=[routing, "even_couplings", "dynamic"]):
+        create_head(16, (4, 4), 3, routing, even_couplings=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("routing", ["em", "self_attention"])
+def test_an_even_head_is_saved_scripted_and_exported(routing: str, tmp_path: Path) -> None:
+    from capszoo.export.to_onnx import export
+
+    torch.manual_seed(0)
+    net = capszoo.create_model(
+        "resnet20_em",
+        routing=routing,
+        even_couplings=True,
+        caps_types=2,
+        img_size=16,
+        num_classes=3,
+    ).eval()
+    calibrate(net)
+    x = images(net)
+    save_for_hf(net, str(tmp_path), safe_serialization=True)
+    again = capszoo.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
+    with torch.no_grad():
+        assert torch.equal(again(x), net(x))
+        torch.testing.assert_close(torch.jit.script(net)(x), net(x), rtol=1e-4, atol=1e-5)
+    report = export(net, tmp_path / "model.onnx", gate="quick", batch=(1, 2, 3))
+    assert report.passed and report.max_rel_diff <= report.tolerance
 
 
 @pytest.mark.parametrize("routing", list(HEADS))

@@ -1,7 +1,7 @@
 """The table of heads, and the base of them all."""
 
 import inspect
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Set, Tuple, Type, TypeVar
+from typing import Any, Callable, ClassVar, Dict, List, NamedTuple, Optional, Set, Tuple, Type, TypeVar
 
 import torch
 import torch.nn as nn
@@ -94,6 +94,8 @@ class CapsuleHead(ForwardMethods):
     has_capsules = True
     #: what :meth:`coupling_map` normalises
     map_quantity = "coupling"
+    #: arguments with which the couplings are even for every image; None if there are none, or nothing else is left
+    even: ClassVar[Optional[Dict[str, Any]]] = None
     #: whether the scores are normalised over the classes, so that a single class would have a constant one
     relative = False
     #: modules behind the class layer that serve any number of classes, and are identities without classes
@@ -214,7 +216,12 @@ class CapsuleHead(ForwardMethods):
 
 
 def create_head(
-    in_chans: int, grid: Tuple[int, int], num_classes: int, routing: str = "idpa", **options: Any
+    in_chans: int,
+    grid: Tuple[int, int],
+    num_classes: int,
+    routing: str = "idpa",
+    even_couplings: bool = False,
+    **options: Any,
 ) -> CapsuleHead:
     """A head with new weights.
 
@@ -223,16 +230,32 @@ def create_head(
         grid: rows and columns of the map.
         num_classes: classes; 0 omits the class layer.
         routing: a name of :data:`HEADS`.
+        even_couplings: do not route: each child votes evenly, with couplings of 1 over the number of parents (of
+            children, in ``routing_pool``) in one iteration, whatever ``num_iters`` is. The parameters are those of the
+            routed head, so that the two differ in the routing alone.
         options: of every head: ``proj_chans``, channels of a 1x1 convolution (BatchNorm, ReLU) before the head, which
             makes its cost independent of the width of the map (0 omits it); ``max_grid``, to which a map with more
             rows or columns is average-pooled first (0 disables this); ``drop_rate``, dropout of the class layer's
             input in single entries, not whole capsules. Further ones are those of the head's class.
 
     Raises:
-        ValueError: an unknown routing or argument, or sizes that do not fit; one line.
+        ValueError: an unknown routing or argument, sizes that do not fit, or ``even_couplings`` for a head without
+            couplings or whose scores are its couplings; one line.
     """
     head_arguments(routing, set(options))
+    if even_couplings:
+        options.update(_even_arguments(routing))
     return HEADS[routing](in_chans, grid, num_classes, routing, **options)
+
+
+def _even_arguments(routing: str) -> Dict[str, Any]:
+    """Arguments with which a head's couplings are even."""
+    head = HEADS[routing]
+    if head.even is None:
+        why = "scores classes by its couplings alone" if head.has_capsules else "has no couplings"
+        able = ", ".join(name for name, other in HEADS.items() if other.even is not None)
+        raise ValueError(f"the {routing} head {why}: even_couplings is for {able}")
+    return head.even
 
 
 def unknown_routing(name: str) -> ValueError:
@@ -249,7 +272,7 @@ def head_arguments(routing: str, given: Optional[Set[str]] = None) -> List[str]:
     if routing not in HEADS:
         raise unknown_routing(routing)
     parameters = inspect.signature(HEADS[routing].__init__).parameters
-    names = [name for name in parameters if name not in ("self", *_MAP_ARGUMENTS)]
+    names = [name for name in parameters if name not in ("self", *_MAP_ARGUMENTS)] + ["even_couplings"]
     for name in sorted(given or ()):
         if name not in names:
             raise ValueError(unknown_name(f"argument of the {routing} head", name, names))

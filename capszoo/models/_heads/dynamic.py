@@ -61,6 +61,8 @@ class DynamicHead(LengthHead):
         depth: capsule layers, 1 or 2; with 2, the capsules of the first one go through a BatchNorm.
     """
 
+    even = {"num_iters": 1}
+
     def __init__(
         self,
         in_chans: int,

@@ -35,6 +35,7 @@ class EMHead(CapsuleLayersHead):
     active = True
     map_quantity = "coupling × activation"
     relative = True
+    even = {"num_iters": 1}
 
     def __init__(
         self,

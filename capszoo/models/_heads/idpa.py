@@ -26,6 +26,7 @@ class IDPAHead(CapsuleLayersHead):
     """
 
     readout = ("score",)
+    even = {"num_iters": 1}
 
     def __init__(
         self,

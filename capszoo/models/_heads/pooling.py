@@ -126,6 +126,7 @@ class RoutingPoolHead(AverageHead):
     """
 
     has_capsules = True
+    even = {"lam": 0.0}
 
     def __init__(
         self,

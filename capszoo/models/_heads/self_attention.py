@@ -20,7 +20,10 @@ class SelfAttentionHead(LengthHead):
     Args:
         caps_types, caps_dim: primary capsule types, and their pose dimension.
         class_dim: pose dimension of a class capsule.
+        attention: False holds the couplings even; their learned prior remains.
     """
+
+    even = {"attention": False}
 
     def __init__(
         self,
@@ -34,15 +37,18 @@ class SelfAttentionHead(LengthHead):
         caps_types: int = 32,
         caps_dim: int = 16,
         class_dim: int = 16,
+        attention: bool = True,
     ) -> None:
         super().__init__(
             in_chans, grid, num_classes, routing, proj_chans, max_grid, drop_rate, caps_types, caps_dim
         )
         at_least(1, class_dim=class_dim)
-        self.class_dim = class_dim
+        self.class_dim, self._attention = class_dim, attention
         squash = Squash(dim=1, pose_dim=caps_dim, exponential=True)
         self.primary = nn.Sequential(ConvNorm(self.chans, self.width), squash)
         self._ready(num_classes)
 
     def _class_layer(self, num_classes: int) -> nn.Module:
-        return SelfAttentionRouting(self.num_children, self.caps_dim, num_classes, self.class_dim)
+        return SelfAttentionRouting(
+            self.num_children, self.caps_dim, num_classes, self.class_dim, self._attention
+        )
