@@ -1,0 +1,344 @@
+"""When do capsules help? The runs behind docs/evidence.md: maintainers run it when a head or a claim changes.
+
+    python benchmarks/evidence.py --missing              # what has not been run, and about how long it takes
+    python benchmarks/evidence.py                        # run it, the cheapest claim first; the same command resumes
+    python benchmarks/evidence.py few --minutes 20       # one claim, for about this long
+    python benchmarks/evidence.py --scale full           # at a size for a GPU
+
+``CAPSZOO_DATA`` names the folder of the data. Each run is kept when it ends, in benchmarks/results/evidence.
+
+Every head has one trunk (the CIFAR ResNet-20), one recipe, one number of updates, and in each seed the same images in
+the same order. The best of three learning rates is chosen for each head on validation images, by the claim ``rates``.
+A capsule head is trained twice, routed and with even couplings. ``routing_pool`` with even couplings is ``avg``, and
+``self_routing`` has no such twin, since its couplings are its scores. The recipe is that of docs/comparison.md without
+augmentation. The loop is here because runs of seconds would take longer to write the files of a training run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import math
+import os
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # a plain checkout works too
+
+import torch
+from timm.optim import create_optimizer_v2
+from torch import nn
+from torch.nn import functional as F
+
+import capszoo
+from capszoo._utils.devices import resolve_device
+from capszoo._utils.files import write_atomically
+from capszoo.data import Batches, ImageSet, keyed_generator, load_dataset, split_validation
+from capszoo.data.augment import Augment, affine_matrices, warp
+from capszoo.recipes.evaluation.metrics import count_correct
+from capszoo.recipes.weights import hardware, source_commit
+
+__all__ = ["HEADS", "KEPT", "SCALES", "SEEDS", "Job", "Scale", "jobs", "kept", "missing", "train"]
+
+KEPT = ROOT / "benchmarks" / "results" / "evidence"
+
+#: Head -> its network on the CIFAR ResNet-20, and the arguments of it.
+HEADS: dict[str, tuple[str, dict[str, Any]]] = {
+    "avg": ("resnet20_avg", {}),
+    "routing_pool": ("resnet20_routingpool", {}),
+    "conv": ("resnet20_conv", {}),
+    "dynamic": ("resnet20_dynamic", {}),
+    "em": ("resnet20_em", {}),
+    "idpa": ("resnet20_idpa", {}),
+    "self_routing": ("resnet20_selfrouting", {}),
+    "self_attention": ("resnet20_idpa", {"routing": "self_attention"}),
+}
+#: Heads whose twin with even couplings is another network.
+EVEN = ("dynamic", "em", "idpa", "self_attention")
+#: Head, and whether its couplings are held even.
+VARIANTS = [(head, even) for head in HEADS for even in ((False, True) if head in EVEN else (False,))]
+
+SEEDS = (0, 1, 2)
+RATES = (0.1, 0.03, 0.01)
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Sizes of all runs.
+
+    Attributes:
+        size: side of MNIST's images, to which they are resized.
+        updates: of ``few`` and ``rates``; ``rotation`` takes twice as many.
+        validation: images held out of the training images.
+        test: images of the test set, the first ones of a fixed random order.
+        few: images of each class.
+        level: validation accuracy in per cent at which ``rotation`` compares heads besides the end.
+        looks: validations during a run of ``rotation``.
+    """
+
+    size: int
+    batch: int
+    updates: int
+    validation: int
+    test: int
+    few: tuple[int, ...]
+    level: float
+    looks: int
+
+
+SCALES = {
+    "small": Scale(16, 32, 120, 500, 2000, (10, 100, 1), 85.0, 8),
+    "full": Scale(28, 64, 2000, 5000, 10000, (10, 100, 1, 1000), 99.0, 20),
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run.
+
+    Attributes:
+        claim: "rates", "few" or "rotation".
+        setting: images of each class; 0 stands for as many different ones as the updates take.
+        rate: the learning rate; None is the best one of the trials.
+    """
+
+    scale: str
+    claim: str
+    setting: int
+    head: str
+    even: bool
+    seed: int
+    rate: float | None = None
+
+    @property
+    def key(self) -> str:
+        rate = "" if self.rate is None else f"/{self.rate:g}"
+        return f"{self.scale}/{self.setting}/{self.head}{'/even' if self.even else ''}/{self.seed}{rate}"
+
+    @property
+    def updates(self) -> int:
+        return SCALES[self.scale].updates * (2 if self.claim == "rotation" else 1)
+
+
+def jobs(scale: str) -> Iterator[Job]:
+    """All runs in the order in which they are run: a claim is complete before the next one begins."""
+    for head, even in VARIANTS:
+        for rate in RATES:
+            yield Job(scale, "rates", 100, head, even, len(SEEDS), rate)
+    settings = [("few", per_class) for per_class in SCALES[scale].few]
+    settings.insert(1, ("rotation", 0))
+    for claim, setting in settings:
+        for seed in SEEDS:
+            for head, even in VARIANTS:
+                yield Job(scale, claim, setting, head, even, seed)
+
+
+def kept(claim: str, folder: Path = KEPT) -> dict[str, dict[str, Any]]:
+    """Key of a run to its record, of the finished runs of a claim."""
+    path = folder / f"{claim}.json"
+    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
+
+
+def keep(claim: str, key: str, record: dict[str, Any], folder: Path = KEPT) -> None:
+    """Add a run's record to those of its claim, a line each."""
+    rows = kept(claim, folder) | {key: record}
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(rows[name])}" for name in sorted(rows))
+    write_atomically(folder / f"{claim}.json", f"{{\n{lines}\n}}\n")
+
+
+def best_rate(job: Job, folder: Path = KEPT) -> float | None:
+    """The rate of the trials with the best validation accuracy, the higher one of equals; None before all are run."""
+    trials = kept("rates", folder)
+    found = {}
+    for rate in RATES:
+        trial = Job(job.scale, "rates", 100, job.head, job.even, len(SEEDS), rate)
+        if trial.key not in trials:
+            return None
+        found[rate] = trials[trial.key]["validation"]
+    return max(found, key=lambda rate: (found[rate], rate))
+
+
+def missing(scale: str, folder: Path = KEPT) -> list[tuple[Job, float]]:
+    """Runs that are not kept, and an estimate of the seconds that each takes, from those that are."""
+    claims = ("rates", "few", "rotation")
+    rows = {claim: kept(claim, folder) for claim in claims}
+    paces = [row["seconds"] / row["updates"] for claim in claims for key, row in rows[claim].items() if
+             key.startswith(f"{scale}/")]  # fmt: skip
+    size = SCALES[scale]
+    pace = statistics.median(paces) if paces else 0.08 * (size.size / 16) ** 2 * size.batch / 32
+    return [(job, job.updates * pace) for job in jobs(scale) if job.key not in rows[job.claim]]
+
+
+@dataclass(frozen=True)
+class Digits:
+    """MNIST for one run: training images in an order of their own, validation and test images."""
+
+    training: ImageSet
+    validation: ImageSet
+    test: ImageSet
+
+
+def digits(job: Job, data: str | Path | None = None, device: torch.device | str = "cpu") -> Digits:
+    """The images of a run; the seed picks the training images, which are the same for all heads."""
+    scale = SCALES[job.scale]
+    whole, test = (load_dataset("mnist", split, data, size=scale.size) for split in ("train", "test"))
+    assert isinstance(whole, ImageSet) and isinstance(test, ImageSet)
+    training, validation = split_validation(whole, scale.validation, 0, False)
+    generator = keyed_generator(job.seed, "images")
+    order = torch.randperm(len(training), generator=generator)
+    if job.setting:
+        labels = training.labels[order]
+        order = torch.cat([order[labels == label][: job.setting] for label in labels.unique()])
+    needed = job.updates * scale.batch
+    rounds = [order[torch.randperm(len(order), generator=generator)] for _ in range(-(-needed // len(order)))]
+    some = torch.randperm(len(test), generator=keyed_generator(0, "test"))[: scale.test]
+    parts = (training.subset(torch.cat(rounds)[:needed]), validation, test.subset(some))
+    return Digits(*(part.to(device) for part in parts))
+
+
+def rotated(images: ImageSet, low: float, high: float, seed: int) -> ImageSet:
+    """Each image turned by its own angle of low to high degrees in either sense, bilinearly."""
+    generator = keyed_generator(seed, "angles")
+    count = len(images)
+    angles = low + (high - low) * torch.rand(count, generator=generator)
+    angles *= torch.where(torch.rand(count, generator=generator) < 0.5, -1.0, 1.0)
+    one = torch.ones(count)
+    moved = warp(images.images.float().cpu(), affine_matrices(angles, 0 * one, one, one))
+    pixels = moved.round_().clamp_(0, 255).to(torch.uint8).to(images.device)
+    return ImageSet(images.spec, images.split, pixels, images.labels)
+
+
+def accuracy(net: nn.Module, images: ImageSet) -> float:
+    """In per cent."""
+    right, count = count_correct(net, Batches(images, 500)).sum(1).tolist()
+    return round(100 * right / count, 4)
+
+
+def network(job: Job) -> nn.Module:
+    """The run's network with initial weights of its seed."""
+    arch, args = HEADS[job.head]
+    if job.even:
+        args = args | {"even_couplings": True}
+    torch.manual_seed(job.seed)
+    size = SCALES[job.scale].size
+    return capszoo.create_model(arch, in_chans=1, img_size=size, num_classes=10, **args)
+
+
+def learning_rate(step: int, updates: int, peak: float) -> float:
+    """A tenth of the updates as warm-up, then cosine to zero."""
+    warm = max(1, updates // 10)
+    if step < warm:
+        return peak * (step + 1) / warm
+    return peak * 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, updates - warm)))
+
+
+def train(job: Job, rate: float, images: Digits) -> dict[str, Any]:
+    """One run, to its end: accuracies in per cent, those of ``rotation`` also where validation reaches the level."""
+    scale, device = SCALES[job.scale], images.training.device
+    began = time.process_time() if device.type == "cpu" else time.monotonic()
+    turning = job.claim == "rotation"
+    validation, tests = images.validation, {"test": images.test}
+    if turning:
+        validation = rotated(images.validation, 0, 30, 1)
+        tests = {"test": rotated(images.test, 0, 30, 2), "unseen": rotated(images.test, 30, 60, 3)}
+    net = network(job).to(device).to(memory_format=torch.channels_last).train()
+    optimizer = create_optimizer_v2(net, opt="sgd", lr=rate, weight_decay=5e-4, momentum=0.9)
+    augment = Augment(rotation=30) if turning else None
+    matched: dict[str, Any] | None = None
+    batches = Batches(images.training, scale.batch, train=True, seed=job.seed, augment=augment)
+    for step, batch in enumerate(batches.epoch()):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, job.updates, rate)
+        scores = net(batch.images.contiguous(memory_format=torch.channels_last))
+        F.cross_entropy(scores, batch.labels, label_smoothing=0.1).backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if turning and matched is None and (step + 1) % (job.updates // scale.looks) == 0:
+            found = accuracy(net, validation)
+            if found >= scale.level:
+                matched = {"update": step + 1, "validation": found, **_tested(copy.deepcopy(net), tests)}
+            net.train()
+    record = {"validation": accuracy(net, validation)}
+    if job.claim != "rates":  # a trial never sees the test images
+        record |= _tested(net, tests)
+    if turning:
+        record |= {"level": scale.level, "matched": matched}
+    seconds = (time.process_time() if device.type == "cpu" else time.monotonic()) - began
+    return {
+        "claim": job.claim,
+        "head": job.head,
+        "even": job.even,
+        "seed": job.seed,
+        "setting": job.setting,
+        "rate": rate,
+        **record,
+        "n": {"validation": len(validation), "test": len(images.test)},
+        "updates": job.updates,
+        "parameters": sum(p.numel() for p in net.parameters()),
+        "seconds": round(seconds, 1),
+        "hardware": hardware(device),
+        "torch": torch.__version__,
+        "commit": source_commit(),
+    }
+
+
+def _tested(net: nn.Module, tests: dict[str, ImageSet]) -> dict[str, float]:
+    return {name: accuracy(net, images) for name, images in tests.items()}
+
+
+def run(job: Job, data: str | Path | None, device: torch.device, folder: Path = KEPT) -> dict[str, Any]:
+    """Train a run and keep its record."""
+    rate = best_rate(job, folder) if job.rate is None else job.rate
+    if rate is None:
+        raise capszoo.CapszooError(f"{job.key} has no learning rate yet", "run the claim rates first")
+    record = train(job, rate, digits(job, data, device))
+    keep(job.claim, job.key, record, folder)
+    return record
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("claims", nargs="*", metavar="CLAIM", help="rates, few, rotation; default: all")
+    parser.add_argument("--scale", choices=sorted(SCALES), default="small", help="size of the runs")
+    parser.add_argument("--missing", action="store_true", help="print what is missing, and run nothing")
+    parser.add_argument("--minutes", type=float, metavar="N", help="start no run after this many minutes")
+    parser.add_argument("--data", metavar="FOLDER", help="folder of MNIST (default: CAPSZOO_DATA)")
+    parser.add_argument("--device", metavar="NAME", help="default: a GPU if there is one")
+    args = parser.parse_args(argv)
+    wanted = [
+        (job, seconds) for job, seconds in missing(args.scale) if not args.claims or job.claim in args.claims
+    ]
+    if args.missing:
+        for claim in dict.fromkeys(job.claim for job, _ in wanted):
+            left = [seconds for job, seconds in wanted if job.claim == claim]
+            print(f"{claim}: {len(left)} runs of {args.scale} scale, about {sum(left) / 60:.0f} min")
+        print(
+            f"together about {sum(seconds for _, seconds in wanted) / 60:.0f} min of one core"
+            if wanted
+            else "nothing"
+        )
+        return 0
+    device, began = resolve_device(args.device), time.monotonic()
+    for job, _ in wanted:
+        if args.minutes is not None and time.monotonic() - began > 60 * args.minutes:
+            break
+        record = run(job, args.data or os.environ.get("CAPSZOO_DATA"), device)
+        print(
+            job.claim, job.key, record.get("test", record["validation"]), f"{record['seconds']} s", flush=True
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,95 @@
+"""The runs behind docs/evidence.md: fair to every head, resumable, and no claim beyond what was run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from capszoo.data import DATASETS, ImageSet
+from tests.support import load_script
+
+
+@pytest.fixture(scope="module")
+def evidence(root: Path) -> Any:
+    return load_script(root / "benchmarks" / "evidence.py")
+
+
+@pytest.fixture
+def tiny(evidence: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Runs of a few updates on random images whose label is their brightest row."""
+
+    def load(name: str, split: str, data: Any, size: int) -> ImageSet:
+        count = {"train": 400, "test": 60}[split]
+        generator = torch.Generator().manual_seed(len(split))
+        labels = torch.arange(count) % 10
+        images = torch.randint(0, 40, (count, 1, size, size), generator=generator, dtype=torch.uint8)
+        images[torch.arange(count), 0, labels] = 255
+        return ImageSet(replace(DATASETS["mnist"], input_size=(1, size, size)), split, images, labels)
+
+    monkeypatch.setattr(evidence, "load_dataset", load)
+    monkeypatch.setitem(evidence.SCALES, "small", evidence.Scale(12, 8, 4, 40, 30, (2, 5), 0.0, 4))
+    monkeypatch.setattr(evidence, "VARIANTS", [("avg", False), ("em", False), ("em", True)])
+    return evidence
+
+
+def test_every_head_has_its_twin_and_the_same_images(tiny: Any) -> None:
+    found = list(tiny.jobs("small"))
+    assert len({(job.claim, job.key) for job in found}) == len(found) == 3 * 3 + 3 * 3 * 3
+    assert {job.setting for job in found if job.claim == "few"} == {2, 5}
+    for claim, setting, each in (("few", 2, 2), ("rotation", 0, None)):
+        drawn = [
+            tiny.digits(tiny.Job("small", claim, setting, head, even, seed)).training
+            for head, even, seed in (("avg", False, 0), ("em", True, 0), ("em", True, 1))
+        ]
+        assert torch.equal(drawn[0].images, drawn[1].images) and not torch.equal(
+            drawn[1].images, drawn[2].images
+        )
+        assert len(drawn[0]) == 8 * tiny.Job("small", claim, setting, "em", False, 0).updates
+        different = [len(drawn[0].images[drawn[0].labels == label].unique(dim=0)) for label in range(10)]
+        assert each is None or max(different) == each
+
+
+def test_angles_are_those_of_the_claim(evidence: Any) -> None:
+    pixels = torch.zeros(400, 1, 21, 21, dtype=torch.uint8)
+    pixels[:, :, 10, 18] = 255  # on the horizontal, 8 pixels right of the middle
+    images = ImageSet(DATASETS["mnist"], "test", pixels, torch.zeros(400, dtype=torch.int64))
+    found = evidence.rotated(images, 30, 60, 3).images[:, 0].float()
+    place = torch.arange(21) - 10.0
+    down, right = ((found * grid).sum((1, 2)) / found.sum((1, 2)) for grid in (place[:, None], place[None]))
+    angles = torch.rad2deg(torch.atan2(-down, right))
+    assert bool(((angles.abs() > 29) & (angles.abs() < 61)).all())
+    assert 0.4 < (angles > 0).float().mean() < 0.6
+
+
+def test_a_run_is_kept_and_not_repeated(tiny: Any, tmp_path: Path) -> None:
+    assert tiny.best_rate(tiny.Job("small", "few", 2, "em", True, 0), tmp_path) is None
+    for job in [job for job in tiny.jobs("small") if job.claim == "rates" and job.even]:
+        record = tiny.run(job, None, torch.device("cpu"), tmp_path)
+        assert "test" not in record and record["even"] and record["n"] == {"validation": 40, "test": 30}
+    rates = [
+        tiny.kept("rates", tmp_path)[f"small/100/em/even/3/{rate:g}"]["validation"] for rate in tiny.RATES
+    ]
+    job = tiny.Job("small", "rotation", 0, "em", True, 0)
+    chosen = tiny.best_rate(job, tmp_path)
+    assert rates[tiny.RATES.index(chosen)] == max(rates)
+    before = tiny.missing("small", tmp_path)
+    record = tiny.run(job, None, torch.device("cpu"), tmp_path)
+    assert record["rate"] == chosen and record["updates"] == 8 and record["matched"]["update"] == 2
+    assert 0 <= record["unseen"] <= 100
+    after = tiny.missing("small", tmp_path)
+    assert len(after) == len(before) - 1 and all(seconds > 0 for _, seconds in after)
+    again = tiny.train(job, chosen, tiny.digits(job))
+    assert {key: again[key] for key in ("validation", "test", "unseen", "matched")} == {
+        key: record[key] for key in ("validation", "test", "unseen", "matched")
+    }
+
+
+def test_the_rate_warms_up_and_ends_at_zero(evidence: Any) -> None:
+    rates = [evidence.learning_rate(step, 100, 0.3) for step in range(100)]
+    assert (
+        rates[0] == pytest.approx(0.03) and max(rates) == rates[10] == pytest.approx(0.3) and rates[-1] < 1e-3
+    )
