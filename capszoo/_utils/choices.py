@@ -22,7 +22,7 @@ __all__ = [
 EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
     "explain": (("matplotlib", "captum"), "explain, curves"),
     "train": (
-        ("accelerate", "datasets", "yaml", "pyarrow", "scipy", "matplotlib", "tensorboard"),
+        ("accelerate", "datasets", "yaml", "pyarrow", "scipy", "matplotlib", "tensorboard", "torchmetrics"),
         "train, finetune, eval, recipes, curves, publish",
     ),
     "export": (("onnx", "onnxscript", "onnxruntime"), "export, check, benchmark, predict --runtime onnx"),

@@ -58,6 +58,12 @@ def eval_command(
     split: Annotated[
         str, image_option(help="test, train, or val: what the recipe held out.", metavar="NAME")
     ] = "test",
+    specificity: Annotated[
+        float | None,
+        _measurement(
+            metavar="X", help="Specificity at which the sensitivity is stated, beside AUROC (default: 0.95)."
+        ),
+    ] = None,
     crops: Annotated[
         str,
         _measurement(
@@ -158,9 +164,12 @@ def eval_command(
     from ..recipes.evaluation.calibration import held_out_images
     from ..recipes.evaluation.iterations import parse_iterations
     from ..recipes.evaluation.metrics import reproduced
+    from ..recipes.evaluation.ranking import check_specificity
     from ..recipes.evaluation.robustness import parse_radii
     from ..recipes.evaluation.target import data_set_of, prepare
 
+    if specificity is not None:
+        check_specificity(specificity)
     _check_options(eps, crops, [robustness, routing, corruptions, calibration], out)
     counts = () if routing_iters is None else parse_iterations(routing_iters)
     target = prepare(
@@ -193,6 +202,7 @@ def eval_command(
         data=data if data and expanded(data).is_dir() and data_set_of(data) is None else None,
         limit=limit,
         seed=seed,
+        specificity=specificity,
         progress=progress_bar,
     )
     files: list[Path] = []
@@ -260,6 +270,7 @@ def _print(report: Report, files: list[Path]) -> None:
     if report.stated is not None:
         figures.add_row("stated in the metadata", f"{report.stated:.2f}%")
     out.print(figures)
+    _print_ranking(result)
     out.print()
     _print_classes(result)
     if report.sweeps or report.attacks:
@@ -285,6 +296,23 @@ def _print(report: Report, files: list[Path]) -> None:
 
 def _share(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}"
+
+
+def _print_ranking(result: EvalResult) -> None:
+    ranking = result.ranking
+    if ranking is None:
+        stdout().print("AUROC: not measured, torchmetrics is not installed")
+        return
+    over = f"of {ranking.per_class[0].label}" if ranking.kind == "binary" else f"{ranking.kind}, mean"
+    figures = (
+        ("AUROC", ranking.auroc),
+        ("average precision", ranking.average_precision),
+        (f"sensitivity at specificity {ranking.specificity:g}", ranking.sensitivity),
+    )
+    shown = ", ".join(f"{name} {value:.4f}" for name, value in figures if value is not None)
+    stdout().print(
+        f"{shown or 'AUROC: not defined, one class alone'} ({escape(printable(over))})", soft_wrap=True
+    )
 
 
 def _print_classes(result: EvalResult) -> None:

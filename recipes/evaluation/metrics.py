@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from capszoo.data import Batches
 from capszoo.errors import CapszooError
 from capszoo.models._inspect import evaluating
+from capszoo.scores import score_kind
 
+from .ranking import Ranking, rank
 from .target import EvalTarget
 
 __all__ = [
@@ -86,6 +88,7 @@ class EvalResult:
         top1, top5: for images with one label; top5 only for more than five classes.
         exact_set: for images with several labels: all of them predicted, and no other.
         confusion: int64 [n, n], rows are labels, columns answers; None with several labels.
+        ranking: AUROC and the like; None unless it was asked for.
     """
 
     n: int
@@ -95,6 +98,7 @@ class EvalResult:
     exact_set: float | None
     per_class: tuple[ClassFigures, ...]
     confusion: Tensor | None
+    ranking: Ranking | None = None
 
     @property
     def accuracy(self) -> float:
@@ -182,14 +186,26 @@ def scored(
 
 
 def assess(
-    target: EvalTarget, batch_size: int | None = None, progress: Callable[[int], None] | None = None
+    target: EvalTarget,
+    batch_size: int | None = None,
+    progress: Callable[[int], None] | None = None,
+    specificity: float | None = None,
 ) -> EvalResult:
-    """Compute all metrics, in float32 and eval mode."""
+    """Compute all metrics, in float32 and eval mode; with a ``specificity`` also the ranking, of all scores."""
     spec = target.images.spec
     tally = Tally(spec.num_classes, spec.labels_per_image, target.threshold, target.images.device)
+    kept: list[tuple[Tensor, Tensor]] = []
     for scores, labels in scored(target, batch_size, progress):
         tally.add(scores, labels)
-    return tally.result(spec.label_names)
+        if specificity is not None:
+            kept.append((scores.cpu(), labels.cpu()))
+    result = tally.result(spec.label_names)
+    if specificity is None:
+        return result
+    scores, labels = (torch.cat(column) for column in zip(*kept, strict=True))
+    return replace(
+        result, ranking=rank(scores, labels, spec.label_names, score_kind(target.net), specificity)
+    )
 
 
 @torch.no_grad()

@@ -17,6 +17,7 @@ from .calibration import CalibrationResult, calibrate, check_calibration
 from .corruptions import CorruptionResult, corruption_set, corruptions, mean_accuracy
 from .iterations import IterationAccuracy, accuracy_by_iterations, check_iterations
 from .metrics import EvalResult, assess, stated_top1
+from .ranking import SPECIFICITY, can_rank
 from .robustness import (
     STEPS,
     AffnistResult,
@@ -68,7 +69,8 @@ class Report:
     calibration: CalibrationResult | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON: in per cent, except the confusion matrix, whose rows are labels and columns answers."""
+        """For JSON: in per cent, except the ranking, in shares, and the confusion matrix, whose rows are labels and
+        columns answers."""
         target, result = self.target, self.result
         found: dict[str, Any] = {
             "model": target.name,
@@ -89,6 +91,7 @@ class Report:
             "stated": self.stated,
             "per_class": [rounded(asdict(figures)) for figures in result.per_class],
             "confusion": None if result.confusion is None else result.confusion.tolist(),
+            "ranking": rounded(asdict(result.ranking)) if result.ranking else None,
         }
         if self.sweeps or self.attacks:
             found["robustness"] = {
@@ -138,6 +141,7 @@ def measure(
     data: str | Path | None = None,
     limit: int | None = None,
     seed: int = 0,
+    specificity: float | None = None,
     progress: Progress | None = None,
 ) -> Report:
     """Run the requested measurements.
@@ -154,6 +158,7 @@ def measure(
         data: folder of MNIST, for affNIST's protocol; None uses ``CAPSZOO_DATA``.
         limit: use this many of affNIST's images (the target's images are already limited).
         seed: of PGD's start, the corruptions and that sample.
+        specificity: of the ranking's sensitivity; None: its usual one, or no ranking where torchmetrics is missing.
         progress: displays the progress.
     """
 
@@ -167,13 +172,15 @@ def measure(
         corruption_set(target)
     if held_out is not None:
         check_calibration(target)
+    if specificity is None:
+        specificity = SPECIFICITY if can_rank() else None
     if routing:
         # of one image, so that a model without capsules is refused before hours of work
         target.require_one_view("routing is measured")
         one = target.on(target.images.fixed().subset(torch.arange(1)))
         routing_stats(target.net, ((b.images, b.labels) for b in one.batches(1)))
     with bar("evaluating") as advance:
-        result = assess(target, size, advance)
+        result = assess(target, size, advance, specificity)
     found: dict[str, Any] = {}
     if robustness:
         with bar("sweeps") as advance:
