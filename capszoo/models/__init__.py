@@ -9,6 +9,7 @@ from . import (
     cnn_baselines,
     efficient_capsnet,
     encapnet,
+    hvc,
     idpa,
     routing_pool,
 )
@@ -28,6 +29,7 @@ __all__ = [
     "cnn_baselines",
     "efficient_capsnet",
     "encapnet",
+    "hvc",
     "idpa",
     "routing_pool",
 ]

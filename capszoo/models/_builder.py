@@ -66,6 +66,7 @@ MODULES = (
     "cnn_baselines",
     "efficient_capsnet",
     "encapnet",
+    "hvc",
     "idpa",
     "routing_pool",
 )

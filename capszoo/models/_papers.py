@@ -150,6 +150,9 @@ PAPERS: dict[str, tuple[PaperFigure, ...]] = {
     )
     + _errors(f"{_POOL}, section 4.3", ("MultiMNIST", 5.2)),
     "efficient_capsnet": _accuracies(_EFFICIENT, ("MNIST", 99.74, "mean")),
+    "hvc": _accuracies(
+        "Byerly et al. 2020, arXiv:2001.09136", ("MNIST", 99.83, "best of several networks, best test epoch")
+    ),
     "resnet20_avg": _errors(_SELF, ("CIFAR-10", 7.94, "±0.21"), ("SVHN", 3.55)),
     "resnet20_conv": _errors(_SELF, ("CIFAR-10", 10.01, "±0.99"), ("SVHN", 3.98)),
     "resnet20_dynamic": _errors(

@@ -87,6 +87,7 @@ FAMILIES = {
         "A_j = V_j V_j^T / sqrt(d)\nc_ij = softmax_j(sum_k A_kij) + bias_ij\ns_j = squash(sum_i c_ij v_ij)",
         "self_attention_routing",
     ),
+    "hvc": Family("HVC", "hvc"),
     "caps_head": Family(
         "Capsule heads",
         "resnet20_selfrouting",

@@ -131,6 +131,7 @@ EXACT: list[tuple[str, dict[str, Any], int]] = [
         },
         151_664,
     ),
+    ("hvc", {}, 1_513_686),
     ("resnet20_avg", {}, 269_722),
     ("resnet20_conv", {}, 893_210),
     ("resnet20_dynamic", {}, 5_807_888),

@@ -30,6 +30,7 @@ SMALLER: dict[str, dict[str, Any]] = {
     "cnn_sabour": {"img_size": 20},
     "caps_head": {"img_size": 64, "backbone": "test_resnet"},
     "idpa_resnet": {"img_size": 24},
+    "hvc": {"img_size": 20},
 }
 
 #: Plain networks, the papers' baselines: they have no capsules to return.
@@ -56,6 +57,7 @@ REPRESENTATIVES = (
     "cnn_sabour",
     "efficient_capsnet",
     "encapnet6",
+    "hvc",
     "idpa_cnn",
     "idpa_resnet",
     "resnet18_encap",
