@@ -28,7 +28,7 @@ help:
 	@echo "make site          the documentation site, in build/site (needs npm and Python 3.11 or newer)"
 	@echo "make test-site     tests of site, notebooks and app, in Chromium (part of test-slow)"
 	@echo "make test-ray      tests on a local Ray cluster (part of test-slow; downloads 200 MB)"
-	@echo "make test-runtimes other readers of our graphs: OpenVINO, onnxsim, Core ML (part of test-slow; downloads 150 MB)"
+	@echo "make test-runtimes other readers of our graphs: OpenVINO, onnxsim, Core ML; attacks by ART (part of test-slow; downloads 150 MB)"
 	@echo "make lint          ruff and mypy alone"
 	@echo "make bench         time and memory of each model against a CIFAR ResNet-18"
 	@echo "make gpu           everything that needs a GPU, in steps that a second call goes on with (docs/dev/gpu.md)"
@@ -92,7 +92,8 @@ $(RUNTIMES)/.installed: scripts/setup_beside.sh $(STAMP)
 	@touch $@
 
 test-runtimes: $(RUNTIMES)/.installed
-	PYTHONPATH="$(CURDIR)" $(TEST_ENV) $(RUNTIMES)/bin/python -m pytest tests/export/test_runtimes.py -m slow --timeout 3600
+	PYTHONPATH="$(CURDIR)" $(TEST_ENV) $(RUNTIMES)/bin/python -m pytest tests/export/test_runtimes.py \
+		tests/recipes/evaluation/test_probes.py -m slow --timeout 3600
 
 test-timm: $(STAMP)
 	$(TEST_ENV) $(PY) scripts/test_timm.py -n $(JOBS)

@@ -42,6 +42,7 @@ from capszoo._utils.devices import resolve_device
 from capszoo._utils.files import write_atomically
 from capszoo.data import Batches, ImageSet, keyed_generator, load_dataset, split_validation
 from capszoo.data.augment import Augment, affine_matrices, warp
+from capszoo.errors import CapszooError
 from capszoo.recipes.evaluation.metrics import count_correct
 from capszoo.recipes.weights import hardware, source_commit
 
@@ -189,8 +190,10 @@ class Digits:
 def digits(job: Job, data: str | Path | None = None, device: torch.device | str = "cpu") -> Digits:
     """The images of a run; the seed picks the training images, which are the same for all heads."""
     scale = SCALES[job.scale]
-    whole, test = (load_dataset("mnist", split, data, size=scale.size) for split in ("train", "test"))
-    assert isinstance(whole, ImageSet) and isinstance(test, ImageSet)
+    whole: Any = load_dataset("mnist", "train", data, size=scale.size)
+    test: Any = load_dataset("mnist", "test", data, size=scale.size)
+    training: Any
+    validation: Any
     training, validation = split_validation(whole, scale.validation, 0, False)
     generator = keyed_generator(job.seed, "images")
     order = torch.randperm(len(training), generator=generator)
@@ -200,8 +203,8 @@ def digits(job: Job, data: str | Path | None = None, device: torch.device | str 
     needed = job.updates * scale.batch
     rounds = [order[torch.randperm(len(order), generator=generator)] for _ in range(-(-needed // len(order)))]
     some = torch.randperm(len(test), generator=keyed_generator(0, "test"))[: scale.test]
-    parts = (training.subset(torch.cat(rounds)[:needed]), validation, test.subset(some))
-    return Digits(*(part.to(device) for part in parts))
+    chosen = training.subset(torch.cat(rounds)[:needed])
+    return Digits(chosen.to(device), validation.to(device), test.subset(some).to(device))
 
 
 def rotated(images: ImageSet, low: float, high: float, seed: int) -> ImageSet:
@@ -267,7 +270,7 @@ def train(job: Job, rate: float, images: Digits) -> dict[str, Any]:
             if found >= scale.level:
                 matched = {"update": step + 1, "validation": found, **_tested(copy.deepcopy(net), tests)}
             net.train()
-    record = {"validation": accuracy(net, validation)}
+    record: dict[str, Any] = {"validation": accuracy(net, validation)}
     if job.claim != "rates":  # a trial never sees the test images
         record |= _tested(net, tests)
     if turning:
@@ -299,7 +302,7 @@ def run(job: Job, data: str | Path | None, device: torch.device, folder: Path = 
     """Train a run and keep its record."""
     rate = best_rate(job, folder) if job.rate is None else job.rate
     if rate is None:
-        raise capszoo.CapszooError(f"{job.key} has no learning rate yet", "run the claim rates first")
+        raise CapszooError(f"{job.key} has no learning rate yet", "run the claim rates first")
     record = train(job, rate, digits(job, data, device))
     keep(job.claim, job.key, record, folder)
     return record

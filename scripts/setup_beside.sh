@@ -27,8 +27,8 @@ ray)
     set -- 'ray[data]>=2.40' 'webdataset>=0.2'
     ;;
 runtimes)
-    what="OpenVINO, onnxsim and coremltools into $folder (350 MB)"
-    set -- 'openvino>=2026.0' 'onnxsim>=0.6' 'coremltools>=9.0'
+    what="OpenVINO, onnxsim, coremltools and the robustness toolbox into $folder (400 MB)"
+    set -- 'openvino>=2026.0' 'onnxsim>=0.6' 'coremltools>=9.0' 'adversarial-robustness-toolbox>=1.18'
     ;;
 *) fail "unknown part '$part': site, ray or runtimes" ;;
 esac

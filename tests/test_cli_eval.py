@@ -88,6 +88,24 @@ def test_eval_of_corruptions_and_calibration(tiny_mnist: Path, tmp_path: Path) -
     assert "of the lengths" in text and "no temperature: " in text
 
 
+def test_eval_of_the_claims_about_capsules(tiny_mnist: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("captum")
+    monkeypatch.setattr("capszoo.recipes.evaluation.deletions.DELETION_IMAGES", 2)
+    options = ("eval", MODEL, "--data", tiny_mnist, "--device", "cpu", "--pose", "--deletion", "--seed", 1)
+    found = json.loads(succeeds(*options, "--json"))
+    assert (found["pose"]["n"], found["pose"]["fitted"], found["pose"]["seed"]) == (20, 20, 1)
+    sources = {one["source"] for one in found["pose"]["scores"]}
+    assert sources == {"class poses", "class activations", "pooled features", "pixels"}
+    assert all(one["interval"][0] <= one["r2"] <= one["interval"][1] for one in found["pose"]["scores"])
+    assert [one["method"] for one in found["deletion"]["methods"]] == ["couplings", "gradient", "occlusion"]
+    assert found["deletion"]["methods"][0]["n"] == 2
+    text = succeeds("eval", "cnn6.mnist", "--data", tiny_mnist, "--device", "cpu", "--pose", "--deletion")
+    assert "linear map reads" in text and "no routing" in text and "area over the curve" in text
+    plain = ("eval", MODEL, "--data", tiny_mnist)
+    fails(2, *plain, "--pose", "--crops", "multi", names=["--pose", "--crops"])
+    fails(2, *plain, "--attack", "fgsm", names=["fgsm"])
+
+
 def test_eval_prints_the_iterations(tiny_mnist: Path) -> None:
     text = succeeds(
         "eval", "idpa_cnn.mnist", "--data", tiny_mnist, "--limit", 4, "--device", "cpu", "--routing"

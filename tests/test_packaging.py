@@ -226,6 +226,7 @@ def test_doctor_knows_the_extras(root: Path) -> None:
     extras = _project(root)["project"]["optional-dependencies"]
     assert set(EXTRAS) == set(extras) - {"all", "docs", "dev"}, "those are for nobody's commands"
     modules = {"pyyaml": "yaml", "ray[data]": "ray", "torch-tensorrt": "torch_tensorrt"}
+    modules["adversarial-robustness-toolbox"] = "art"
     for name, (needed, _) in EXTRAS.items():
         own = [re.split("[><=; ]", one)[0] for one in extras[name] if not one.startswith("capszoo")]
         assert {modules.get(one, one) for one in own} <= set(needed), name

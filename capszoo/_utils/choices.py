@@ -28,6 +28,7 @@ EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
     "export": (("onnx", "onnxscript", "onnxruntime"), "export, check, benchmark, predict --runtime onnx"),
     "app": (("gradio", "onnx", "onnxscript", "onnxruntime", "matplotlib"), "app, publish --space"),
     "serve": (("fastapi", "uvicorn", "onnx", "onnxscript", "onnxruntime"), "serve"),
+    "attack": (("art",), "eval --attack"),
     "ray": (("ray", "pyarrow"), "predict --ray"),
     "tensorrt": (("tensorrt",), "export --format tensorrt"),
     "torch-tensorrt": (("torch_tensorrt",), "capszoo.export.to_torch_tensorrt"),

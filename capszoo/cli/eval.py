@@ -35,13 +35,14 @@ from .common import (
 
 if TYPE_CHECKING:
     from ..explain.routing_stats import RoutingStats
+    from ..recipes.evaluation.adversarial import Adversarial
     from ..recipes.evaluation.calibration import CalibrationResult
     from ..recipes.evaluation.corruptions import CorruptionResult
     from ..recipes.evaluation.metrics import EvalResult
     from ..recipes.evaluation.report import Report
 
 #: Measurements that need gradients or couplings.
-_OF_THE_NETWORK = ("robustness", "routing", "routing_iters")
+_OF_THE_NETWORK = ("robustness", "routing", "routing_iters", "pose", "deletion", "ood", "attack")
 
 #: Rows of the per-class table; of more classes those with the lowest recall are shown.
 MOST_CLASSES = 20
@@ -98,16 +99,46 @@ def eval_command(
             "--calibration", help="Calibration error of the probabilities, also after temperature scaling."
         ),
     ] = False,
+    pose: Annotated[
+        bool,
+        _measurement(
+            "--pose",
+            help="How much of a rotation and a shift a linear map reads from poses, activations, features.",
+        ),
+    ] = False,
+    deletion: Annotated[
+        bool,
+        _measurement(
+            "--deletion",
+            help="Whether blackening what a heat map marks lowers the score more than random order.",
+        ),
+    ] = False,
+    ood: Annotated[
+        str | None,
+        _measurement(
+            "--ood", metavar="DATASET", help="AUROC of images of this data set against the model's."
+        ),
+    ] = None,
+    attack: Annotated[
+        str | None,
+        _measurement(
+            "--attack",
+            metavar="NAME,…",
+            help="Accuracy under apgd, square or both, at the radii of --pgd-eps.",
+        ),
+    ] = None,
     eps: Annotated[
         str | None,
         _measurement(
             "--pgd-eps",
             metavar="R,…",
-            help="L-infinity radii of PGD on pixels in 0..1 (default: 0,0.05,0.1,0.2,0.3 for one channel, else "
-            "0,1/255,2/255,4/255,8/255).",
+            help="L-infinity radii of PGD and --attack on pixels in 0..1 (default: 0,0.05,0.1,0.2,0.3 for one channel, "
+            "else 0,1/255,2/255,4/255,8/255).",
         ),
     ] = None,
-    steps: Annotated[int, _measurement("--pgd-steps", min=1, help="Steps of PGD.", metavar="N")] = 20,
+    steps: Annotated[
+        int, _measurement("--pgd-steps", min=1, help="Steps of PGD, and of --attack.", metavar="N")
+    ] = 20,
     limit: Annotated[
         int | None,
         image_option(min=1, help="Evaluate a random sample of N images (default: all).", metavar="N"),
@@ -115,7 +146,9 @@ def eval_command(
     seed: Annotated[
         int,
         image_option(
-            min=0, help="Seed of the --limit sample, of PGD's random start and of --corruptions.", metavar="N"
+            min=0,
+            help="Seed of the --limit sample and of all random numbers of the measurements.",
+            metavar="N",
         ),
     ] = 0,
     batch_size: Annotated[
@@ -144,8 +177,9 @@ def eval_command(
 ) -> None:
     """Measure a model on a data set: accuracy, classes, robustness, calibration, routing."""
     if not robustness:
-        refuse_unused(context, ["eps", "steps"], "without --robustness", "add --robustness")
-        if limit is None and not corruptions:
+        if attack is None:
+            refuse_unused(context, ["eps", "steps"], "without --robustness", "add --robustness")
+        if limit is None and not (corruptions or pose or deletion or attack):
             refuse_unused(context, ["seed"], "on all images", "add --limit N")
     if out is None:
         refuse_unused(context, ["format", "style", "dpi"], "without --out", "add --out FOLDER")
@@ -153,14 +187,16 @@ def eval_command(
     if exported_file(model) is not None:
         refuse_unused(context, _OF_THE_NETWORK, f"on {model}, an exported file", "give the model")
     check_picture_options(format, style)
-    if dataset is not None:
-        from ..data.specs import check_name
+    for name in (dataset, ood):
+        if name is not None:
+            from ..data.specs import check_name
 
-        check_name(dataset)
-    from capszoo.recipes.evaluation.report import measure
+            check_name(name)
+    from capszoo.recipes.evaluation.report import Probes, measure
     from capszoo.recipes.evaluation.report_plots import write
 
     from ..explain.plotting import style as drawn_in
+    from ..recipes.evaluation.adversarial import parse_attacks
     from ..recipes.evaluation.calibration import held_out_images
     from ..recipes.evaluation.iterations import parse_iterations
     from ..recipes.evaluation.metrics import reproduced
@@ -170,7 +206,9 @@ def eval_command(
 
     if specificity is not None:
         check_specificity(specificity)
-    _check_options(eps, crops, [robustness, routing, corruptions, calibration], out)
+    probes = Probes(pose, deletion, ood, () if attack is None else parse_attacks(attack))
+    one_view = [robustness, routing, corruptions, calibration, probes != Probes()]
+    _check_options(eps, crops, one_view, out)
     counts = () if routing_iters is None else parse_iterations(routing_iters)
     target = prepare(
         model,
@@ -197,6 +235,7 @@ def eval_command(
         counts=counts,
         corrupted=corruptions,
         held_out=held_out_images(target, model, dataset, data, skip_bad) if calibration else None,
+        probes=probes,
         radii=None if eps is None else parse_radii(eps),
         steps=steps,
         data=data if data and expanded(data).is_dir() and data_set_of(data) is None else None,
@@ -244,7 +283,8 @@ def _check_options(eps: str | None, crops: str, of_one_view: list[bool], out: Pa
         parse_radii(eps)
     if crops == "multi" and any(of_one_view):
         raise UsageError(
-            "--robustness, --routing, --corruptions and --calibration are measured on one view of each image",
+            "--robustness, --routing, --corruptions, --calibration, --pose, --deletion, --ood and --attack are "
+            "measured on one view of each image",
             "leave --crops multi out",
         )
     if out is not None:
@@ -290,6 +330,7 @@ def _print(report: Report, files: list[Path]) -> None:
         _print_corruptions(report.corruptions)
     if report.calibration:
         _print_calibration(report.calibration)
+    _print_probes(report)
     for file in files:
         out.print(f"written: {escape(str(file))}", soft_wrap=True)
 
@@ -386,6 +427,55 @@ def _print_calibration(found: CalibrationResult) -> None:
         out.print(f"temperature: fitted on {found.fitted_on:,} images that training held out")
     else:
         out.print(f"no temperature: {escape(found.reason)}", soft_wrap=True)
+
+
+def _between(interval: tuple[float, float], digits: int = 2) -> str:
+    return f"{interval[0]:.{digits}f} to {interval[1]:.{digits}f}"
+
+
+def _print_probes(report: Report) -> None:
+    """The tests of what is claimed of capsules, a table each."""
+    out = stdout()
+    if report.pose:
+        out.print()
+        table = Table("linear map reads", "from", "features", "R²", "95% interval", box=None, pad_edge=False)
+        for one in report.pose.scores:
+            table.add_row(one.change, one.source, f"{one.width:,}", f"{one.r2:.2f}", _between(one.interval))
+        out.print(table)
+        out.print(f"fitted on {report.pose.fitted:,} images, measured on {report.pose.n:,} others")
+    if report.deletions:
+        out.print()
+        columns = ("heat map", "n", "area over the curve", "random order", "difference", "95% interval")
+        table = Table(*columns, box=None, pad_edge=False)
+        for test in report.deletions:
+            if test.interval is None:
+                table.add_row(test.method, "", escape(test.reason))
+                continue
+            values = (f"{value:.3f}" for value in (test.area, test.random, test.gain) if value is not None)
+            table.add_row(test.method, f"{test.n:,}", *values, _between(test.interval, 3))
+        out.print(table)
+    if report.outliers:
+        out.print()
+        table = Table(f"against {report.outliers.dataset}", "AUROC", "95% interval", box=None, pad_edge=False)
+        for score in report.outliers.scores:
+            table.add_row(score.score, f"{score.auroc:.3f}", _between(score.interval, 3))
+        out.print(table)
+        out.print(f"n = {report.outliers.n:,} and {report.outliers.others:,}")
+    if report.adversarial:
+        _print_adversarial(report.adversarial)
+
+
+def _print_adversarial(found: Adversarial) -> None:
+    out = stdout()
+    out.print()
+    title = f"L-infinity eps, {found.steps} steps"
+    table = Table(title, "accuracy %", "95% interval", "images that stand", box=None, pad_edge=False)
+    for one in found.radii:
+        stand = ", ".join(f"{name} {count:,}" for name, count in one.after.items())
+        table.add_row(f"{one.eps:.4g}", f"{one.accuracy:.1f}", _between(one.interval, 1), stand)
+    out.print(table)
+    signs = f"{100 * found.zero_gradient:.1f}% of gradients zero, {100 * found.not_rising:.1f}% raise no loss"
+    out.print(f"masked gradients: {'likely' if found.masked else 'no sign'} ({signs})", soft_wrap=True)
 
 
 def _print_routing(stats: RoutingStats, labels: list[str]) -> None:

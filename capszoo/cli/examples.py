@@ -41,6 +41,7 @@ EXAMPLES: dict[str, str] = {
         capszoo eval resnet20_routingcaps.mnist --data FOLDER
         capszoo eval runs/photos --data photos --split val
         capszoo eval idpa_resnet.cifar10 --data FOLDER --robustness --limit 1000 --out report
+        capszoo eval resnet20_em.cifar10 --data FOLDER --pose --deletion --ood cifar100 --limit 1000
         """,
     "compare": """
         capszoo compare resnet20_routingcaps.mnist idpa_cnn.mnist

@@ -10,13 +10,18 @@ from typing import Any
 
 import torch
 
+from capszoo.data import ImageSet
 from capszoo.explain.convergence import IterationChanges, iteration_changes
 from capszoo.explain.routing_stats import DEAD, RoutingStats, routing_stats
 
+from .adversarial import Adversarial, adversarial
 from .calibration import CalibrationResult, calibrate, check_calibration
 from .corruptions import CorruptionResult, corruption_set, corruptions, mean_accuracy
+from .deletions import DELETION_IMAGES, DeletionScore, deletions
 from .iterations import IterationAccuracy, accuracy_by_iterations, check_iterations
 from .metrics import EvalResult, assess, stated_top1
+from .outliers import OutlierResult, other_images, outliers, require_auroc
+from .pose import PoseResult, pose_probe
 from .ranking import SPECIFICITY, can_rank
 from .robustness import (
     STEPS,
@@ -30,7 +35,7 @@ from .robustness import (
 )
 from .target import EvalTarget, in_float32
 
-__all__ = ["Report", "measure", "rounded"]
+__all__ = ["Probes", "Report", "measure", "rounded"]
 
 #: Images on which each iteration of routing is measured, the first ones: each iteration takes a forward pass.
 ITERATION_IMAGES = 100
@@ -38,6 +43,23 @@ ITERATION_IMAGES = 100
 Advance = Callable[[int], None]
 #: From what is done and how many images it takes, a bar and the function that advances it.
 Progress = Callable[[str, int], AbstractContextManager[Advance]]
+
+
+@dataclass(frozen=True)
+class Probes:
+    """Which claims about capsules are tested.
+
+    Attributes:
+        pose: what a linear map reads of rotation and shift.
+        deletion: the deletion test, on the first ``DELETION_IMAGES``.
+        other: name of a data set whose images are to be told from the evaluated ones.
+        attacks: those of ``adversarial``, at the radii of PGD.
+    """
+
+    pose: bool = False
+    deletion: bool = False
+    other: str | None = None
+    attacks: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -52,6 +74,10 @@ class Report:
         by_iterations: accuracy with other numbers of routing iterations.
         corruptions: accuracy on corrupted images.
         calibration: agreement of probabilities and accuracy.
+        pose: what a linear map reads of rotation and shift.
+        deletions: the deletion test of every heat map.
+        outliers: images of another data set told from these.
+        adversarial: accuracy under APGD and Square.
     """
 
     target: EvalTarget
@@ -67,6 +93,10 @@ class Report:
     by_iterations: tuple[IterationAccuracy, ...] = ()
     corruptions: tuple[CorruptionResult, ...] = ()
     calibration: CalibrationResult | None = None
+    pose: PoseResult | None = None
+    deletions: tuple[DeletionScore, ...] = ()
+    outliers: OutlierResult | None = None
+    adversarial: Adversarial | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON: in per cent, except the ranking, in shares, and the confusion matrix, whose rows are labels and
@@ -112,6 +142,13 @@ class Report:
             }
         if self.calibration:
             found["calibration"] = rounded(asdict(self.calibration))
+        for name in ("pose", "outliers", "adversarial"):
+            if getattr(self, name):
+                found[name] = rounded(asdict(getattr(self, name)))
+        if self.deletions:
+            found["deletion"] = rounded(
+                {"seed": self.seed, "methods": [asdict(one) for one in self.deletions]}
+            )
         return found
 
 
@@ -136,6 +173,7 @@ def measure(
     counts: tuple[int, ...] = (),
     corrupted: bool = False,
     held_out: EvalTarget | str | None = None,
+    probes: Probes = Probes(),
     radii: tuple[float, ...] | None = None,
     steps: int = STEPS,
     data: str | Path | None = None,
@@ -154,16 +192,18 @@ def measure(
         counts: numbers of routing iterations, with each of which the accuracy is measured too.
         corrupted: accuracy on corrupted images.
         held_out: for calibration, the images for the temperature or why there are none; None: not measured.
-        radii, steps: of PGD.
-        data: folder of MNIST, for affNIST's protocol; None uses ``CAPSZOO_DATA``.
+        probes: tests of what is claimed of capsules.
+        radii, steps: of PGD, and of the attacks of ``probes``.
+        data: folder of MNIST, for affNIST's protocol, and of the other data set; None uses ``CAPSZOO_DATA``.
         limit: use this many of affNIST's images (the target's images are already limited).
         seed: of PGD's start, the corruptions and that sample.
         specificity: of the ranking's sensitivity; None: its usual one, or no ranking where torchmetrics is missing.
         progress: displays the progress.
     """
 
-    def bar(what: str, passes: int = 1) -> AbstractContextManager[Advance]:
-        return progress(what, passes * target.n) if progress else nullcontext(lambda count: None)
+    def bar(what: str, passes: int = 1, images: int | None = None) -> AbstractContextManager[Advance]:
+        total = passes * (target.n if images is None else images)
+        return progress(what, total) if progress else nullcontext(lambda count: None)
 
     size = batch_size or target.batch_size
     if counts:
@@ -179,9 +219,12 @@ def measure(
         target.require_one_view("routing is measured")
         one = target.on(target.images.fixed().subset(torch.arange(1)))
         routing_stats(target.net, ((b.images, b.labels) for b in one.batches(1)))
+    if probes.other is not None:
+        require_auroc()
+    apart = None if probes.other is None else other_images(target, probes.other, data, limit, seed)
     with bar("evaluating") as advance:
         result = assess(target, size, advance, specificity)
-    found: dict[str, Any] = {}
+    found = _probed(target, probes, apart, radii, steps, seed, size, bar)
     if robustness:
         with bar("sweeps") as advance:
             found["sweeps"] = sweeps(target, batch_size=size, progress=advance)
@@ -203,6 +246,36 @@ def measure(
         with bar("calibration") as advance:
             found["calibration"] = calibrate(target, held_out, size, advance)
     return Report(target, result, seed, limit, stated_top1(target), **found)
+
+
+def _probed(
+    target: EvalTarget,
+    probes: Probes,
+    apart: ImageSet | None,
+    radii: tuple[float, ...] | None,
+    steps: int,
+    seed: int,
+    size: int,
+    bar: Callable[..., AbstractContextManager[Advance]],
+) -> dict[str, Any]:
+    """The requested probes, by their fields of the report; ``apart`` are the images of the other data set."""
+    found: dict[str, Any] = {}
+    if probes.pose:
+        with bar("pose", 2) as advance:
+            found["pose"] = pose_probe(target, seed, size, advance)
+    if probes.deletion:
+        with bar("deletion", 3, min(target.n, DELETION_IMAGES)) as advance:
+            found["deletions"] = deletions(target, seed, advance)
+    if apart is not None:
+        with bar("outliers") as advance:
+            found["outliers"] = outliers(target, apart, size, advance)
+    if probes.attacks:
+        tried = radii or default_eps(target.images.spec.input_size[0])
+        with bar("attacks", len(tried)) as advance:
+            found["adversarial"] = adversarial(
+                target, tried, probes.attacks, steps, seed, min(size, 250), advance
+            )
+    return found
 
 
 def _routing(

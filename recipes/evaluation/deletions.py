@@ -1,0 +1,93 @@
+"""The deletion test of every heat map of a network, on images of an evaluation: see :mod:`capszoo.explain.deletion`.
+
+The area over the curve is the mean fall of the predicted class's probability over the steps in which an image's visible
+tiles are blackened one after the other, those with the largest values of the map first. Random order is the yardstick,
+and the same for each map. The gain is the difference to it, paired by image.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from capszoo.errors import CapszooError, UsageError
+from capszoo.explain.attributions import require_captum
+from capszoo.explain.deletion import deletion
+from capszoo.explain.heat_map import METHODS
+
+from .target import EvalTarget
+
+__all__ = ["DELETION_IMAGES", "DeletionScore", "deletions"]
+
+#: Images of the test, the first ones: each takes some 200 forward passes for a map.
+DELETION_IMAGES = 100
+
+
+@dataclass(frozen=True)
+class DeletionScore:
+    """The test of one map.
+
+    Attributes:
+        method: of the map, one of ``capszoo.explain.heat_map.METHODS``.
+        n: images with at least two tiles that are not black.
+        area: area over the curve, in 0..1.
+        random: that of random order.
+        gain: their difference, and ``interval`` its 95% interval.
+        correlation: mean rank correlation of the map with the fall if one tile alone is blackened.
+        reason: why there is no such map; the numbers are then None.
+    """
+
+    method: str
+    n: int = 0
+    area: float | None = None
+    random: float | None = None
+    gain: float | None = None
+    interval: tuple[float, float] | None = None
+    correlation: float | None = None
+    reason: str = ""
+
+
+def deletions(
+    target: EvalTarget, seed: int = 0, progress: Callable[[int], None] | None = None
+) -> tuple[DeletionScore, ...]:
+    """Test the maps of couplings, gradient × pixel and occlusion; ``progress`` is called for each image of each map.
+
+    Raises:
+        CapszooError: captum is missing, or fewer than two images have anything to blacken.
+        UsageError: several crops of each image, or images with several labels.
+    """
+    target.require_one_view("deletion is measured")
+    if target.images.spec.multi_label:
+        raise UsageError("the deletion test needs images with one label", "leave --deletion out")
+    require_captum("gradient")
+    images: list[Tensor] = []
+    for batch in target.batches(None):
+        images.extend(batch.images.cpu())
+        if len(images) >= DELETION_IMAGES:
+            break
+    images = images[:DELETION_IMAGES]
+
+    def counted() -> Iterator[Tensor]:
+        for image in images:
+            yield image
+            if progress:
+                progress(1)
+
+    found = []
+    for method in METHODS:
+        try:
+            one = deletion(target.net, counted(), method, seed)
+        except CapszooError as error:
+            if method != "couplings":
+                raise
+            found.append(DeletionScore(method, reason=str(error)))
+            continue
+        gain, margin = one.gain[0], one.margin[0]
+        found.append(
+            DeletionScore(
+                method, one.n, one.hottest, one.random, gain, (gain - margin, gain + margin), one.correlation
+            )
+        )
+    return tuple(found)
