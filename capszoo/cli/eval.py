@@ -187,11 +187,7 @@ def eval_command(
     if exported_file(model) is not None:
         refuse_unused(context, _OF_THE_NETWORK, f"on {model}, an exported file", "give the model")
     check_picture_options(format, style)
-    for name in (dataset, ood):
-        if name is not None:
-            from ..data.specs import check_name
-
-            check_name(name)
+    _check_names(dataset, ood)
     from capszoo.recipes.evaluation.report import Probes, measure
     from capszoo.recipes.evaluation.report_plots import write
 
@@ -272,6 +268,15 @@ def eval_command(
             f"{target.images.spec.accuracy} is {accuracy:.2f}%, the weights' metadata state {report.stated:.2f}%",
             "check that the data set is the one they name",
         )
+
+
+def _check_names(*names: str | None) -> None:
+    """Refuse unknown names of data sets, before torch is imported."""
+    from ..data.specs import check_name
+
+    for name in names:
+        if name is not None:
+            check_name(name)
 
 
 def _check_options(eps: str | None, crops: str, of_one_view: list[bool], out: Path | None) -> None:
