@@ -43,7 +43,8 @@ def list_sets_command(as_json: JsonOption = False) -> None:
 
 def fetch_command(
     name: Annotated[
-        str, typer.Argument(metavar="NAME", help="Data set, or hf:OWNER/NAME.", show_default=False)
+        str,
+        typer.Argument(metavar="NAME", help="Data set, medmnist:NAME or hf:OWNER/NAME.", show_default=False),
     ],
     to: Annotated[
         Path, typer.Option(metavar="PATH", help="Folder that receives the files.", show_default=False)

@@ -62,7 +62,7 @@ def fetch_set(name: str, to: str | Path) -> str:
     """Download a data set's files and verify their checksums; return a message about it.
 
     Args:
-        name: of the data set, or ``hf:OWNER/NAME``.
+        name: of the data set, ``medmnist:NAME`` or ``hf:OWNER/NAME``.
         to: target folder.
 
     Raises:
@@ -74,8 +74,13 @@ def fetch_set(name: str, to: str | Path) -> str:
         folder = fetch_repository(name.removeprefix("hf:"), to)
         recipe = f"recipes data.name={name} with --data {to}"
         return f"{name} is in {folder}: finetune and eval take --data hf:{folder}, {recipe}"
+    if name.startswith("medmnist:"):
+        folder = fetch(name, "train", to)  # one file has all splits
+        return f"{name} is in {folder}; check it with: capszoo data check {name} --data {to}"
     if name.startswith(tuple(PREFIXES)):
-        raise DataError(f"{name} is on this machine: only named data sets and hf:OWNER/NAME are fetched")
+        raise DataError(
+            f"{name} is on this machine: only named data sets, medmnist:NAME and hf:OWNER/NAME are fetched"
+        )
     spec = dataset_spec(name)
     known = spec.base or ("smallnorb" if spec.name.startswith("smallnorb") else spec.name)
     for split in ("train", "test"):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from .._utils.files import created_folder, expanded, not_writable
 from .errors import DataError
+from .medmnist import medmnist_set, medmnist_url
 
 __all__ = ["RemoteFile", "fetch", "remote_files"]
 
@@ -34,7 +35,7 @@ class RemoteFile:
 
     @property
     def name(self) -> str:
-        return self.urls[0].rsplit("/", 1)[1]
+        return self.urls[0].rsplit("/", 1)[1].partition("?")[0]
 
 
 # md5 sums: CIFAR's from its page; smallNORB's from a public loader (not compared with the original files here).
@@ -77,6 +78,9 @@ def remote_files(name: str, split: str) -> tuple[RemoteFile, ...]:
     """Files of a split of a named set; () if it cannot be downloaded."""
     if name in _CIFAR:
         return (_CIFAR[name],)
+    if name.startswith("medmnist:"):
+        one = name.removeprefix("medmnist:")
+        return (RemoteFile((medmnist_url(one),), medmnist_set(one).md5),)
     if name == "smallnorb":
         stem, sums = _NORB["train" if split == "train" else "test"]
         return tuple(RemoteFile((f"{_NYU}/{stem}-{kind}.mat.gz",), md5) for kind, md5 in sums.items())
@@ -99,13 +103,15 @@ def remote_files(name: str, split: str) -> tuple[RemoteFile, ...]:
 def fetch(name: str, split: str, folder: str | Path) -> Path:
     """Download a split's files to ``folder``/``name``, except those that exist with the right checksum.
 
+    Those of ``medmnist:NAME`` go to ``folder``/medmnist.
+
     Returns:
         That folder.
 
     Raises:
         DataError: no address responds, a checksum differs or the disk is full.
     """
-    target = expanded(folder) / name
+    target = expanded(folder) / name.partition(":")[0]
     files = remote_files(name, split)
     if not files:
         raise DataError(f"{name} cannot be fetched")

@@ -96,6 +96,7 @@ PREFIXES: dict[str, str] = {
     "parquet:": "a folder of the Hub's parquet shards, train-*.parquet and test-*.parquet",
     "idx:": "a folder of four idx files, named like MNIST's",
     "wds:": "a folder of WebDataset shards, train-*.tar and val-*.tar, or PATH/train-{000000..000009}.tar",
+    "medmnist:": "a set of MedMNIST, such as pneumoniamnist: NAME.npz below a data folder",
     "hf:": "a repository of the Hub (OWNER/NAME) below a data folder, or the path of a copy",
 }
 

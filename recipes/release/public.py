@@ -34,11 +34,11 @@ def default_tag(name: str) -> str:
 
 
 def is_private_set(name: str) -> bool:
-    """True for a data set in a user's folder; False for a named one, and for a repository of the Hub."""
+    """True for a data set in a user's folder; False for a named one, MedMNIST, and a repository of the Hub."""
     prefix = next((prefix for prefix in PREFIXES if name.startswith(prefix)), "")
     place = name.removeprefix(prefix)
     repository = prefix == "hf:" and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", place) and not Path(place).is_dir()
-    return bool(prefix) and not repository
+    return bool(prefix) and not repository and prefix != "medmnist:"
 
 
 def public_start(weights: str) -> str:

@@ -1,4 +1,4 @@
-"""Data sets given by a path or a repository: folders, tables, shards, the Hub's parquet and repositories, idx.
+"""Data sets with a prefix: folders, tables, shards, the Hub's parquet and repositories, idx, MedMNIST.
 
 Sets of up to 2 GB as uint8 are decoded once and stored in memory; larger folders and repositories are streamed.
 A file for each kind; ``common`` has what they share.
@@ -13,7 +13,9 @@ from typing import Any
 
 from ...images import Framing, cropped_share
 from ..augment import frame
+from ..download import fetch
 from ..errors import DataError
+from ..medmnist import medmnist_file, medmnist_set, read_medmnist
 from ..readers import idx_pair
 from ..sets import ImageSet, StreamedSet, sized
 from ..shards import shards_of_split
@@ -21,7 +23,7 @@ from ..specs import Side
 from .common import SPLIT_NAMES, SPLITS, available_workers, folder_spec, locate
 from .hub import fetch_repository, hub_splits, open_hub
 from .images import FileDecoder, holds_classes, open_h_imagenet, open_images, split_folder
-from .packed import parquet_shards, read_idx, read_packed_parquet
+from .packed import Packed, parquet_shards, read_idx, read_packed_parquet
 from .tables import open_table, table_splits
 from .webdataset import find_shards, open_shards
 
@@ -62,16 +64,21 @@ def open_set(
         return open_shards(name, where, split, data, size, resize, skipped, channels, framing)
     if kind == "csv":
         return open_table(name, where, split, data, size, resize, skipped, channels, framing)
-    folder = locate(name, where, data)
     if kind == "imagefolder":
+        folder = locate(name, where, data)
         return open_images(
             name, folder, split, size, resize, skipped=skipped, channels=channels, framing=framing
         )
     framing = framing or Framing(value_range="set")
-    if kind == "parquet":
-        found = read_packed_parquet(folder, split, size, resize, channels, framing)
+    if kind == "medmnist":
+        facts = medmnist_set(where)
+        if download is not None and medmnist_file(where, data) is None:
+            data = fetch(name, split, download)
+        found = Packed(*read_medmnist(where, split, data), facts.label_names)
+    elif kind == "parquet":
+        found = read_packed_parquet(locate(name, where, data), split, size, resize, channels, framing)
     else:
-        found = read_idx(folder, split)
+        found = read_idx(locate(name, where, data), split)
     images, labels, label_names = found.images, found.labels, found.label_names
     if int(labels.min()) < 0 or int(labels.max()) >= len(label_names):
         run = f"labels run from {int(labels.min())} to {int(labels.max())}"
@@ -87,7 +94,10 @@ def open_set(
         spec, side = sized(spec, size, resize)
         cropped = cropped or cropped_share((columns, rows), side, crop_mode=framing.crop_mode)
         images = frame(images, side, framing.crop_mode, framing.mean or spec.mean)
-    return ImageSet(replace(spec, cropped=cropped, value_range=found.value_range), split, images, labels)
+    # labels of several classes are zeros and ones [n, classes]
+    counted = None if labels.ndim == 2 else 1
+    spec = replace(spec, cropped=cropped, value_range=found.value_range, labels_per_image=counted)
+    return ImageSet(spec, split, images, labels)
 
 
 def find_splits(name: str, data: str | Path | None = None, download: str | Path | None = None) -> set[str]:
@@ -102,6 +112,9 @@ def find_splits(name: str, data: str | Path | None = None, download: str | Path 
         return {split for split, names in own.items() if shards_of_split(every, names, SPLIT_NAMES)}
     if kind == "csv":
         return table_splits(name, where, data)
+    if kind == "medmnist":
+        medmnist_set(where)
+        return set(own)
     folder = locate(name, where, data)
     if kind == "idx":
         return {split for split, stem in (("train", "train"), ("test", "t10k")) if idx_pair(folder, stem)}
