@@ -1,10 +1,10 @@
 """Resolve a MODEL argument, for all of ``capszoo predict``, ``eval``, ``finetune``, ``publish``, ``export``.
 
 >>> from capszoo.checkpoint import resolve
->>> found = resolve("resnet20_routingcaps.mnist")
->>> found.metadata().metrics["test"].top1 > 99
+>>> checkpoint = resolve("resnet20_routingcaps.mnist")
+>>> checkpoint.metadata().metrics["test"].top1 > 99
 True
->>> model = found.create()
+>>> model = checkpoint.create()
 
 A MODEL is, in this order:
 
@@ -325,9 +325,9 @@ def model_from_file(path: str | Path) -> tuple[nn.Module, WeightsInfo]:
     Raises:
         WeightsError: one of the two is missing, or the sha256 differs from the metadata's.
     """
-    found = resolve(Path(path).with_suffix(".safetensors"))
-    assert found.info is not None
-    return found.create(device="cpu"), found.info
+    checkpoint = resolve(Path(path).with_suffix(".safetensors"))
+    assert checkpoint.info is not None
+    return checkpoint.create(device="cpu"), checkpoint.info
 
 
 def load_model(

@@ -99,8 +99,10 @@ class LoadedModel:
             >>> [found.label for found in model.predict(["digit_3.png", "digit_7.png"])]
             ['3', '7']
         """
-        found = predict(self.net, images, topk, batch_size, transform=model_transform(self.net, **reading))
-        return found[0] if is_image_like(images) else found
+        predictions = predict(
+            self.net, images, topk, batch_size, transform=model_transform(self.net, **reading)
+        )
+        return predictions[0] if is_image_like(images) else predictions
 
     def explain(
         self, image: ImageLike, target: int | str | None = None, method: str = "couplings", **reading: Any

@@ -129,7 +129,7 @@ def find_images(paths: Iterable[str | Path]) -> list[Path]:
     Raises:
         CapszooError: a path that does not exist, a folder without images, or one that cannot be read.
     """
-    found: list[Path] = []
+    paths_found: list[Path] = []
     for path in map(Path, paths):
         if path.is_dir():
             below = (p for p in files_below(path) if is_visible_image(str(p.relative_to(path))))
@@ -139,12 +139,12 @@ def find_images(paths: Iterable[str | Path]) -> list[Path]:
                     f"{path}: no images in this folder",
                     f"image files end in {', '.join(sorted(IMAGE_SUFFIXES))}",
                 )
-            found.extend(inside)
+            paths_found.extend(inside)
         elif path.exists():
-            found.append(path)
+            paths_found.append(path)
         else:
             raise CapszooError(f"{path}: no such file", "check the path")
-    return found
+    return paths_found
 
 
 def files_below(folder: Path) -> Iterator[Path]:

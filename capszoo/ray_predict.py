@@ -140,8 +140,8 @@ def _find_done(job: Job, shards: Sequence[Sequence[str]]) -> tuple[Summary, list
             f"{out} is a file", "with --ray, --out is a folder of parquet files: choose another"
         )
     # names with a dot are of workers that died: `_clear` removes them
-    found = (path.name for path in out.glob("*.parquet"))
-    strangers = sorted(name for name in found if name not in known and not name.startswith("."))
+    names = (path.name for path in out.glob("*.parquet"))
+    strangers = sorted(name for name in names if name not in known and not name.startswith("."))
     other = f"{out} holds %s of another call (other images, model, options or --shard-size)"
     if strangers:
         raise CapszooError(other % strangers[0], "choose another --out")

@@ -107,5 +107,5 @@ class ImagePrediction:
     def to_dict(self) -> dict[str, Any]:
         if self.error:
             return {"image": self.image, "error": self.error}
-        found = {"image": self.image, "predictions": [asdict(scored) for scored in self.top]}
-        return found | ({"notes": list(self.notes)} if self.notes else {})
+        answer = {"image": self.image, "predictions": [asdict(scored) for scored in self.top]}
+        return answer | ({"notes": list(self.notes)} if self.notes else {})

@@ -131,10 +131,10 @@ def engine_rows(name: str, batch: int = 32, training: bool = False, **kwargs: An
 
 def _untrained(name: str, kwargs: dict[str, Any]) -> tuple[nn.Module, tuple[WeightsInfo, ...] | None]:
     """The model with random weights, and the metadata of a folder's or file's weights; None for a registered name."""
-    found = resolve(name)
-    if found.kind != "name":
-        model = found.create(pretrained=False, device=torch.device("meta"), **kwargs)
-        return model, (found.info,) if found.info else ()
+    checkpoint = resolve(name)
+    if checkpoint.kind != "name":
+        model = checkpoint.create(pretrained=False, device=torch.device("meta"), **kwargs)
+        return model, (checkpoint.info,) if checkpoint.info else ()
     trained = checkpoints()[name].model_args if name in checkpoints() else {}
     with refused_arguments(name, kwargs):
         return create_model(name, device="meta", **{**trained, **kwargs}), None

@@ -198,7 +198,7 @@ class CachedModel:
 
         from .bundle import infer
 
-        inputs, described, found = [], [], []
+        inputs, described, predictions = [], [], []
         for file in files:
             try:
                 picture = open_image(file)
@@ -218,12 +218,12 @@ class CachedModel:
         shares = iter(zip(scores, infer.probabilities(scores, self.score_kind), strict=True))
         for one in described:
             if one.error:
-                found.append(one)
+                predictions.append(one)
                 continue
             values, probable = next(shares)
             best = np.argsort(-values, kind="stable")[:topk]
             top = tuple(
                 ScoredClass(int(i), labels[i], float(values[i]), float(probable[i])) for i in best.tolist()
             )
-            found.append(ImagePrediction(one.image, top, one.size, "", one.score_kind, one.notes))
-        return found
+            predictions.append(ImagePrediction(one.image, top, one.size, "", one.score_kind, one.notes))
+        return predictions

@@ -282,7 +282,7 @@ def compare_by_input(reference: np.ndarray, candidate: np.ndarray) -> Difference
     if not whole.finite:
         return whole
     single = [compare_outputs([r[None]], [c[None]]) for r, c in zip(reference, candidate, strict=True)]
-    return replace(whole, relative=max(found.relative for found in single))
+    return replace(whole, relative=max(difference.relative for difference in single))
 
 
 def compare_runners(
@@ -317,12 +317,12 @@ def compare_probes(
         ]
     mixed = np.stack([inputs[probes[i % len(probes)]][i] for i in range(count)])
     outputs = reference(mixed), candidate(mixed)
-    names, found = (reference.name, candidate.name), []
+    names, differences = (reference.name, candidate.name), []
     compare_outputs(*outputs, names=names, scores=scores)  # checks shapes, before they are cut
     for i, probe in enumerate(probes):
         own = [[output[i :: len(probes)] for output in side] for side in outputs]
-        found.append(replace(compare_outputs(own[0], own[1], probe, names, scores), batch=count))
-    return found
+        differences.append(replace(compare_outputs(own[0], own[1], probe, names, scores), batch=count))
+    return differences
 
 
 def compare_on_probes(

@@ -170,14 +170,14 @@ def _against_reference(package: Path, program: Path, device: str) -> str:
     described = json.loads(manifest.read_text(encoding="utf-8"))
     index = [output["name"] for output in described["outputs"]].index("scores")
     arrays = read_npz(stored, ("images", "scores"), max_bytes=2**30)
-    found = compare_by_input(arrays["scores"], AotiRunner(package, device)(arrays["images"])[index])
+    difference = compare_by_input(arrays["scores"], AotiRunner(package, device)(arrays["images"])[index])
     limit = float(described["tolerance"])
-    if not found.passed(limit):
+    if not difference.passed(limit):
         raise ExportError(
-            f"{package.name} differs from the stored answers by {found.relative:.1e} of the largest output; "
+            f"{package.name} differs from the stored answers by {difference.relative:.1e} of the largest output; "
             f"the limit is {limit:g}"
         )
-    return f"{found.relative:.1e} of the largest output on {found.batch} inputs, the limit is {limit:g}"
+    return f"{difference.relative:.1e} of the largest output on {difference.batch} inputs, the limit is {limit:g}"
 
 
 def main(arguments: list[str] | None = None) -> int:

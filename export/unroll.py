@@ -73,12 +73,12 @@ def set_routing_iterations(model: nn.Module, routing_iters: int) -> None:
     """
     if routing_iters < 1:
         raise UsageError(f"routing_iters is {routing_iters}", "give 1 or more")
-    found = False
+    has_routing = False
     for module in model.modules():
         for name in iteration_attributes(module):
             setattr(module, name, routing_iters)
-            found = True
-    if not found:
+            has_routing = True
+    if not has_routing:
         raise UsageError(f"{type(model).__name__} has no routing", "leave routing_iters out")
 
 

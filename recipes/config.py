@@ -448,8 +448,8 @@ class Recipe(_Section):
 def _section_at(location: tuple[Any, ...]) -> type[BaseModel]:
     section: type[BaseModel] = Recipe
     for key in location:
-        found = section.model_fields[str(key)].annotation if str(key) in section.model_fields else None
-        kinds = (found, *get_args(found))  # a section, or an optional section
+        annotation = section.model_fields[str(key)].annotation if str(key) in section.model_fields else None
+        kinds = (annotation, *get_args(annotation))  # a section, or an optional section
         inner = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
         if not inner:
             break

@@ -167,12 +167,12 @@ def _prepare(
             if isinstance(data, RunData):  # settings that follow from the number of images would differ, too
                 check_counts(out, data.counts)
             check_run(recipe, out, resume)
-        found = data if isinstance(data, RunData) else load_data(recipe, data)
-        steps = len(found.training) // recipe.batch_size
+        run_data = data if isinstance(data, RunData) else load_data(recipe, data)
+        steps = len(run_data.training) // recipe.batch_size
         if accelerator.is_main_process:
-            check_counts(out, found.counts)
-            check_data(out, found.fingerprints, accept_data)
-        run = Run(recipe, out, accelerator, found, steps, stop_after, commit, lock)
+            check_counts(out, run_data.counts)
+            check_data(out, run_data.fingerprints, accept_data)
+        run = Run(recipe, out, accelerator, run_data, steps, stop_after, commit, lock)
         check_stages(run)
     return run
 

@@ -193,10 +193,12 @@ def finished_run(run: str | Path) -> Path:
 def finished_metadata(run: Path) -> dict[str, Any] | None:
     """The metadata that a finished run wrote to its folder; None if it is not finished."""
     try:
-        found: dict[str, Any] = json.loads(finished_run(run).with_suffix(".json").read_text(encoding="utf-8"))
+        metadata: dict[str, Any] = json.loads(
+            finished_run(run).with_suffix(".json").read_text(encoding="utf-8")
+        )
     except (WeightsError, OSError, ValueError):
         return None
-    return found
+    return metadata
 
 
 def _room(target: Path, name: str, size: int, file_limit: int, folder_limit: int) -> bool:
@@ -265,8 +267,11 @@ def write_weights(
 
 def _is_run_of_zoo(stem: str, run: Path) -> bool:
     """True for the folder of an earlier run of the same recipe of the zoo, whose weights have the zoo's licence."""
-    found = finished_metadata(run) or {}
-    return found.get("license") == ZOO_LICENSE and f"{found.get('architecture')}.{found.get('tag')}" == stem
+    metadata = finished_metadata(run) or {}
+    return (
+        metadata.get("license") == ZOO_LICENSE
+        and f"{metadata.get('architecture')}.{metadata.get('tag')}" == stem
+    )
 
 
 def reading_keys(spec: DatasetSpec, loss: str) -> dict[str, Any]:
@@ -348,8 +353,8 @@ def store_half(run: str | Path, data: str | Path | None = None) -> Path:
 
 def images_sha256(metadata: Mapping[str, Any]) -> dict[str, str] | None:
     """The sha256 of the images of each split that a run used; None: not recorded."""
-    found: dict[str, str] | None = metadata.get("dataset", {}).get("sha256")
-    return found
+    digests: dict[str, str] | None = metadata.get("dataset", {}).get("sha256")
+    return digests
 
 
 def run_metrics(metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -420,11 +425,15 @@ def seeds_summary(name: str, runs: dict[int, dict[str, Any]], epochs: int) -> di
     """
     summary: dict[str, Any] = {"recipe": name, "epochs": epochs, "seeds": list(runs)}
     for split in ("test", "validation"):
-        found = [info["metrics"].get(split) for info in runs.values()]
-        if not found or any(one is None for one in found):
+        measurements = [info["metrics"].get(split) for info in runs.values()]
+        if not measurements or any(one is None for one in measurements):
             continue
-        values = [one["top1"] for one in found]
-        summary[split] = {"values": values, "mean": round(statistics.fmean(values), 4), "n": found[0]["n"]}
+        values = [one["top1"] for one in measurements]
+        summary[split] = {
+            "values": values,
+            "mean": round(statistics.fmean(values), 4),
+            "n": measurements[0]["n"],
+        }
         if len(values) > 1:
             summary[split]["sd"] = round(statistics.stdev(values), 4)
     return summary
@@ -491,8 +500,8 @@ def _stated_runs(summary: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
 
 def _with_seeds(weights: Path, others: list[str]) -> None:
     """Add the summary over a run and ``others`` to the metadata beside its weights."""
-    found: dict[str, Any] = json.loads(weights.with_suffix(".json").read_text(encoding="utf-8"))
-    if "test" not in found["metrics"]:
+    metadata_file: dict[str, Any] = json.loads(weights.with_suffix(".json").read_text(encoding="utf-8"))
+    if "test" not in metadata_file["metrics"]:
         raise WeightsError(
             f"{weights.stem} has no accuracy on a test set, of which to state the mean: run its recipe to the end first"
         )
@@ -502,7 +511,7 @@ def _with_seeds(weights: Path, others: list[str]) -> None:
         if known is None:
             raise WeightsError(f"{other} is not a finished run: run its recipe to the end first")
         metadata[other] = known
-    summary = same_but_seed(found, metadata)
+    summary = same_but_seed(metadata_file, metadata)
     amend_metadata(weights, seeds=summary)
     test, count = summary["test"], len(summary["seeds"])
     print(f"{weights.stem}: test {test['mean']:.2f} ± {test['sd']:.2f}, n = {count}")

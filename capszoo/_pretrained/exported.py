@@ -116,8 +116,8 @@ class OnnxModel(nn.Module):
         for part in images.split(largest) if len(images) else ():
             filled = torch.cat([part, part[-1:].expand(max(0, smallest - len(part)), -1, -1, -1)])
             feed = {self._names[0]: filled.contiguous().numpy()}
-            (found,) = self._session.run([self._names[1]], feed)
-            scores.append(torch.from_numpy(found)[: len(part)].float())
+            (output,) = self._session.run([self._names[1]], feed)
+            scores.append(torch.from_numpy(output)[: len(part)].float())
         return torch.cat(scores).to(x.device)
 
 

@@ -255,7 +255,7 @@ def read_metadata(trusted: Mapping[str, str]) -> dict[str, WeightsInfo]:
 
     A checkpoint with damaged metadata is skipped with a warning, since the others do not depend on it.
     """
-    found: dict[str, WeightsInfo] = {}
+    checkpoints: dict[str, WeightsInfo] = {}
     for folder in weights_folders():
         for path in sorted(folder.glob("*.json")) if folder.is_dir() else ():
             try:
@@ -267,8 +267,8 @@ def read_metadata(trusted: Mapping[str, str]) -> dict[str, WeightsInfo]:
             except WeightsError as e:
                 _logger.warning("left out: %s", e)
             else:
-                found.setdefault(info.name, info)
-    return dict(sorted(found.items()))
+                checkpoints.setdefault(info.name, info)
+    return dict(sorted(checkpoints.items()))
 
 
 def with_aliases(known: Mapping[str, WeightsInfo]) -> dict[str, WeightsInfo]:
@@ -277,7 +277,7 @@ def with_aliases(known: Mapping[str, WeightsInfo]) -> dict[str, WeightsInfo]:
     Args:
         known: checkpoints by the name of their file.
     """
-    found = dict(known)
+    checkpoints = dict(known)
     for architecture, alias in ALIASES.items():
         for info in known.values():
             if info.architecture != alias.architecture:
@@ -291,8 +291,8 @@ def with_aliases(known: Mapping[str, WeightsInfo]) -> dict[str, WeightsInfo]:
                 raw={**info.raw, "canonical": info.tag == alias.default},
                 stored_as=info.name,
             )
-            found.setdefault(shared.name, shared)
-    return dict(sorted(found.items()))
+            checkpoints.setdefault(shared.name, shared)
+    return dict(sorted(checkpoints.items()))
 
 
 def other_names(known: Mapping[str, WeightsInfo], name: str) -> list[str]:
@@ -319,13 +319,13 @@ def run_weights(folder: Path) -> Path:
     Raises:
         CapszooError: there are none, or several.
     """
-    found = [
+    files = [
         file
         for file in sorted(folder.glob("*.*.safetensors"))
         # macOS writes `._` beside each file on foreign file systems
         if not file.name.startswith(".") and file.with_suffix(".json").is_file()
     ]
-    if len(found) != 1:
-        what = "several checkpoints" if found else "no weights with their metadata, and no config.json"
+    if len(files) != 1:
+        what = "several checkpoints" if files else "no weights with their metadata, and no config.json"
         raise CapszooError(f"{folder}: {what} in this folder", "name a .safetensors file, or finish the run")
-    return found[0]
+    return files[0]

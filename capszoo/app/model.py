@@ -95,17 +95,17 @@ class Answer:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for a file."""
-        found: dict[str, Any] = {
+        answer: dict[str, Any] = {
             "predicted": self.label,
             "labels": list(self.labels),
             "probabilities": self.probabilities.tolist(),
             "scores": self.scores.tolist(),
         }
         if self.explanation is not None:
-            found["share_of"] = self.explanation.quantity
-            found["share_meaning"] = self.explanation.meaning
-            found["share_relative_to_even"] = self.explanation.relative.nan_to_num(0).tolist()
-        return found
+            answer["share_of"] = self.explanation.quantity
+            answer["share_meaning"] = self.explanation.meaning
+            answer["share_relative_to_even"] = self.explanation.relative.nan_to_num(0).tolist()
+        return answer
 
 
 class AppModel:
@@ -195,8 +195,8 @@ class AppModel:
             view, notes = self.inverted_transform.read(image)
             notes = (*notes, "dark on bright: read with dark and bright swapped")
         seen = transform.normalise(view)
-        found = self._run(seen)
-        scores = found["scores"]
+        outputs = self._run(seen)
+        scores = outputs["scores"]
         shares = probabilities(torch.from_numpy(scores), score_kind(self.net)).numpy()
         predicted = int(scores.argmax())
         return Answer(
@@ -204,7 +204,7 @@ class AppModel:
             labels=self.labels,
             probabilities=shares,
             scores=scores,
-            poses=found.get("poses"),
+            poses=outputs.get("poses"),
             predicted=predicted,
             explanation=self._explain(seen, predicted, None) if explained else None,
             seen=seen,

@@ -177,8 +177,8 @@ def _explain(
 
 
 def _settled(model: AppModel, answer: Answer, iterations: int) -> str | None:
-    found = model.settle(answer, int(iterations or model.iterations)) if model.iterations else None
-    return None if found is None else data_url(overlay_picture(found, answer.view))
+    settled = model.settle(answer, int(iterations or model.iterations)) if model.iterations else None
+    return None if settled is None else data_url(overlay_picture(settled, answer.view))
 
 
 def _exported(columns: Sequence[tuple[AppModel, Answer, Sequence[float], int]], folder: Path) -> str:
@@ -199,21 +199,21 @@ def _exported(columns: Sequence[tuple[AppModel, Answer, Sequence[float], int]], 
             if stems.count(stem) > 1:  # one model with two numbers of iterations, or runs of the same name
                 stem = f"{stem}-{number}"
             add(f"{stem}/input.png", answer.view)
-            found: dict[str, Any] = {"model": model.name, **answer.to_dict()}
+            exported: dict[str, Any] = {"model": model.name, **answer.to_dict()}
             if answer.explanation is not None:
                 add(f"{stem}/couplings.png", couplings_picture(answer.explanation))
                 add(f"{stem}/overlay.png", overlay_picture(answer.explanation, answer.view))
             settled = model.settle(answer, iterations) if model.iterations else None
             if settled is not None:
                 add(f"{stem}/overlay-after-iterations.png", overlay_picture(settled, answer.view))
-                found["after_iterations"] = {
+                exported["after_iterations"] = {
                     "routing_iterations": iterations,
                     "share_relative_to_even": settled.relative.nan_to_num(0).tolist(),
                 }
             if model.dims:
                 add(f"{stem}/reconstruction.png", model.reconstruct(answer, offsets))
-                found["capsule_offsets"] = list(offsets)[: model.dims]
-            archive.writestr(f"{stem}/answer.json", json.dumps(found, indent=1))
+                exported["capsule_offsets"] = list(offsets)[: model.dims]
+            archive.writestr(f"{stem}/answer.json", json.dumps(exported, indent=1))
     return str(made)
 
 

@@ -63,23 +63,23 @@ def _colours(relative: np.ndarray) -> np.ndarray:
     return np.asarray(colormaps[COLOURS](share))[..., :3] * 255
 
 
-def couplings_picture(found: Explanation, side: int | None = SIDE) -> Image.Image:
+def couplings_picture(explanation: Explanation, side: int | None = SIDE) -> Image.Image:
     """The grid of couplings: white is an even share, blue less, red more; grey where no window covers it.
 
     Args:
-        found: the couplings.
+        explanation: the couplings.
         side: side of the picture; None makes one pixel per position.
     """
-    grid = _colours(found.relative.nan_to_num(1.0).numpy())
-    grid[~found.covered.numpy()] = 160
+    grid = _colours(explanation.relative.nan_to_num(1.0).numpy())
+    grid[~explanation.covered.numpy()] = 160
     picture = Image.fromarray(grid.round().astype(np.uint8))
     return picture if side is None else enlarged(picture, side)
 
 
-def overlay_picture(found: Explanation, view: Image.Image, side: int = SIDE) -> Image.Image:
+def overlay_picture(explanation: Explanation, view: Image.Image, side: int = SIDE) -> Image.Image:
     """The image overlaid with its couplings; opacity grows with the distance from an even share."""
     base = np.asarray(enlarged(view, side), dtype=np.float64)
-    heat = found.heat_at(*base.shape[:2]).numpy()
+    heat = explanation.heat_at(*base.shape[:2]).numpy()
     strength = 0.8 * np.abs(heat - 1).clip(0, 1)[..., None]
     return Image.fromarray((base * (1 - strength) + _colours(heat) * strength).round().astype(np.uint8))
 

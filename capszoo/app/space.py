@@ -132,11 +132,11 @@ def upload_space(
 
 def _weights_of(name: str) -> dict[str, Path]:
     """The files of a checkpoint of the zoo, by their names in the Space; weights may come from the Hub's cache."""
-    found = resolve(name)
-    if found.kind != "name" or found.info is None:
+    checkpoint = resolve(name)
+    if checkpoint.kind != "name" or checkpoint.info is None:
         raise CapszooError(f"{name} is no checkpoint of the zoo", "choose one of `capszoo list --pretrained`")
-    stem = found.info.file_name
-    files = {f"{stem}.safetensors": found.weights()}
+    stem = checkpoint.info.file_name
+    files = {f"{stem}.safetensors": checkpoint.weights()}
     for suffix in ("json", "golden.npz"):
         stored = stored_file(f"{stem}.{suffix}")
         if stored is not None:

@@ -289,8 +289,8 @@ def _measure_agreement(
         dataset = first.images.spec.name
     second = prepare(names[1], dataset, data=data, **options)
     with progress_bar("comparing", first.n) as advance:
-        found = agreement(first, second, progress=advance)
-    return {"dataset": first.images.spec.name, "of": first.whole, **found.to_dict()}
+        result = agreement(first, second, progress=advance)
+    return {"dataset": first.images.spec.name, "of": first.whole, **result.to_dict()}
 
 
 def _agreement(
@@ -311,15 +311,15 @@ def _agreement(
         return None, str(error)
 
 
-def _print_agreement(names: list[str], found: dict[str, Any]) -> None:
-    out, n = stdout(), found["n"]
-    out.print(escape(f"{found['dataset']}, n = {n:,} of {found['of']:,}"), soft_wrap=True)
+def _print_agreement(names: list[str], agreement: dict[str, Any]) -> None:
+    out, n = stdout(), agreement["n"]
+    out.print(escape(f"{agreement['dataset']}, n = {n:,} of {agreement['of']:,}"), soft_wrap=True)
     table = Table.grid(padding=(0, 2))
-    for name, accuracy in zip(names, found["accuracy"], strict=True):
+    for name, accuracy in zip(names, agreement["accuracy"], strict=True):
         table.add_row(escape(f"accuracy of {name}"), f"{accuracy:.2f}%")
-    table.add_row("same prediction", f"{100 * found['same'] / n:.2f}%")
-    table.add_row("both right", f"{found['both_right']:,}")
-    table.add_row(escape(f"only {names[0]} right"), f"{found['only_first']:,}")
-    table.add_row(escape(f"only {names[1]} right"), f"{found['only_second']:,}")
-    table.add_row("both wrong", f"{found['both_wrong']:,}")
+    table.add_row("same prediction", f"{100 * agreement['same'] / n:.2f}%")
+    table.add_row("both right", f"{agreement['both_right']:,}")
+    table.add_row(escape(f"only {names[0]} right"), f"{agreement['only_first']:,}")
+    table.add_row(escape(f"only {names[1]} right"), f"{agreement['only_second']:,}")
+    table.add_row("both wrong", f"{agreement['both_wrong']:,}")
     out.print(table)

@@ -65,12 +65,14 @@ def curves_command(
             written = draw_robustness(_reports(runs), file.path)
         stdout().print(escape(f"written: {written}"), soft_wrap=True)
         return
-    found = find_runs(runs)
+    records_of = find_runs(runs)
     with file.drawn():
         written = (
-            draw_routing_probe(found, file.path) if what == "routing" else draw_runs(found, file.path, x, log)
+            draw_routing_probe(records_of, file.path)
+            if what == "routing"
+            else draw_runs(records_of, file.path, x, log)
         )
-    for name, records in found.items():
+    for name, records in records_of.items():
         last = records[-1]
         keys = ("train_loss", "train_top1", "val_top1")
         told = (f"{NAMES[key]} {last[key]:g}" for key in keys if last.get(key))
@@ -80,7 +82,7 @@ def curves_command(
 
 def _reports(files: list[str]) -> dict[str, dict[str, Any]]:
     """Map names to contents of ``eval.json`` files, or of the folders that contain them."""
-    found: dict[str, dict[str, Any]] = {}
+    reports: dict[str, dict[str, Any]] = {}
     for name in files:
         path = Path(name) / "eval.json" if Path(name).is_dir() else Path(name)
         try:
@@ -90,8 +92,8 @@ def _reports(files: list[str]) -> dict[str, dict[str, Any]]:
             raise CapszooError(
                 f"{path}: no report of capszoo eval --robustness --out", "name an eval.json"
             ) from None
-        shown = f"{model} ({path})" if model in found else model
-        if shown in found:
+        shown = f"{model} ({path})" if model in reports else model
+        if shown in reports:
             raise UsageError(f"{path} is given twice", "name each report once")
-        found[shown] = report
-    return found
+        reports[shown] = report
+    return reports

@@ -75,34 +75,34 @@ def _devices() -> dict[str, str]:
     import torch
 
     threads = f"{torch.get_num_threads()} threads"
-    found = {"CPU": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, {threads}"}
+    devices = {"CPU": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, {threads}"}
     for number in range(torch.cuda.device_count()):
         about = torch.cuda.get_device_properties(number)
-        found[f"cuda:{number}"] = f"{about.name}, {about.total_memory / 2**30:.0f} GiB"
+        devices[f"cuda:{number}"] = f"{about.name}, {about.total_memory / 2**30:.0f} GiB"
     if not torch.cuda.is_available():
-        found["CUDA"] = "none" if torch.version.cuda else "none (this PyTorch is built without it)"
+        devices["CUDA"] = "none" if torch.version.cuda else "none (this PyTorch is built without it)"
     if torch.backends.mps.is_available():
-        found["MPS"] = "available"
-    return found
+        devices["MPS"] = "available"
+    return devices
 
 
 def _data_folders() -> dict[str, Any]:
     """Folders of ``CAPSZOO_DATA`` and the named data sets whose sub-folders they contain; None for a missing folder."""
     from ..data import DATASETS
 
-    found: dict[str, Any] = {}
+    folders: dict[str, Any] = {}
     for place in filter(None, os.environ.get("CAPSZOO_DATA", "").split(os.pathsep)):
         root = expanded(place)
         if not root.is_dir():
-            found[place] = None
+            folders[place] = None
             continue
         here = {
             spec.base or name
             for name, spec in DATASETS.items()
             if any((root / folder).is_dir() for folder in spec.folders if folder)
         }
-        found[place] = sorted(here)
-    return found
+        folders[place] = sorted(here)
+    return folders
 
 
 def _cache() -> str:

@@ -262,9 +262,9 @@ def _draw_data(
             right, written = sum(one.right for one in pairs), save_overlaps(pairs, file.path)
             drawn = len(pairs)
         else:
-            found = answers(target.net, batches(), count, count)
-            right, written = sum(one.right for one in found), save_answers(found, file.path)
-            drawn = len(found)
+            drawings = answers(target.net, batches(), count, count)
+            right, written = sum(one.right for one in drawings), save_answers(drawings, file.path)
+            drawn = len(drawings)
     stdout().print(
         f"{escape(target.images.spec.name)}: {right} correct, {drawn - right} wrong; "
         f"written: {escape(str(written))}",

@@ -276,13 +276,13 @@ def check_bundle_folder(folder: str, as_json: bool, model: str | None = None) ->
     """Verify a bundle and print each step; raises ``CapszooError`` if one fails."""
     from ..export.bundle import check_bundle
 
-    found = check_bundle(folder, model)
+    report = check_bundle(folder, model)
     if as_json:
-        print_json(found.to_dict())
+        print_json(report.to_dict())
     else:
-        _print_gate([(step.name, step.passed, step.detail) for step in found.steps])
-    if not found.passed:
-        failed = next((step for step in found.steps if step.passed is False), None)
+        _print_gate([(step.name, step.passed, step.detail) for step in report.steps])
+    if not report.passed:
+        failed = next((step for step in report.steps if step.passed is False), None)
         raise CapszooError(f"{folder}: {failed.name if failed else 'nothing'} failed", "export it again")
 
 

@@ -140,9 +140,9 @@ def predict_command(
     else:
         results, kind, frame = _by_onnx(cached, files, topk, batch_size, reading)
     if as_json:
-        found = [result.to_dict() for result in results]
+        rows = [result.to_dict() for result in results]
         used = "torch" if cached is None else "onnx"
-        print_json({"model": model, "runtime": used, "score_kind": kind, "results": found})
+        print_json({"model": model, "runtime": used, "score_kind": kind, "results": rows})
     elif out is None:
         _print_table(results, kind)
     if out is not None:
@@ -198,10 +198,10 @@ def _by_ray(
     from ..checkpoint import resolve
     from ..ray_predict import Job, predict_by_ray
 
-    found = resolve(model)
+    checkpoint = resolve(model)
     job = Job(
-        model=model if found.path is None else str(found.path.absolute()),
-        sha256=_sha256(found),
+        model=model if checkpoint.path is None else str(checkpoint.path.absolute()),
+        sha256=_sha256(checkpoint),
         root=str(Path.cwd()),
         out=str(out.absolute()),
         **settings,
@@ -218,15 +218,15 @@ def _by_ray(
         raise typer.Exit(1)
 
 
-def _sha256(found: Checkpoint) -> str:
+def _sha256(checkpoint: Checkpoint) -> str:
     """The sha256 of a model's weights; empty for weights of timm, which state none."""
     from .._pretrained.files import sha256_of
 
-    if found.exported and found.path is not None:
-        return sha256_of(found.path)
-    stated = found.stated_sha256()
-    if stated is None and found.kind == "folder" and found.path is not None:
-        weights = found.path / "model.safetensors"
+    if checkpoint.exported and checkpoint.path is not None:
+        return sha256_of(checkpoint.path)
+    stated = checkpoint.stated_sha256()
+    if stated is None and checkpoint.kind == "folder" and checkpoint.path is not None:
+        weights = checkpoint.path / "model.safetensors"
         return sha256_of(weights) if weights.is_file() else ""
     return stated or ""
 
@@ -255,9 +255,9 @@ def _cached(model: str, runtime: str, device: str | None, options: dict[str, Any
         return None
     from ..export.cached import export_to_cache, find_cached
 
-    found = find_cached(model, **options)
-    if found is not None or runtime == "auto":
-        return found
+    cached = find_cached(model, **options)
+    if cached is not None or runtime == "auto":
+        return cached
     require("--runtime onnx", ("onnx", "onnxscript", "onnxruntime"), "export")
     with stderr().status("exporting once; later calls use the file"):
         return export_to_cache(model, **options)

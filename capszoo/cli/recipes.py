@@ -117,13 +117,13 @@ def validate_command(
     _require_yaml()
     from ..recipes.config import list_profiles, load_recipe
 
-    found = load_recipe(recipe, overrides, profile)
+    loaded = load_recipe(recipe, overrides, profile)
     profiles = list_profiles(recipe)
     more = f"; profiles: {', '.join(profiles)}" if profiles else ""
     stdout().print(
         escape(
-            f"{recipe}: keys and values are valid; {found.arch} on {found.data.name}, {found.epochs} epochs, "
-            f"batch {found.batch_size}{more}"
+            f"{recipe}: keys and values are valid; {loaded.arch} on {loaded.data.name}, {loaded.epochs} epochs, "
+            f"batch {loaded.batch_size}{more}"
         ),
         soft_wrap=True,
     )

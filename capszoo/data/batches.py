@@ -177,13 +177,13 @@ class Batches:
             )
             picked = mine[part]
             if streamed is not None:
-                found = Composed(next(streamed), self.data.labels[picked[0].to(self.device)])
+                composed = Composed(next(streamed), self.data.labels[picked[0].to(self.device)])
             else:
-                found = self._pick(torch.cat(picked), composing)
-            pixels = augment.apply(found.images, augmenting, self.target, self.mean)
+                composed = self._pick(torch.cat(picked), composing)
+            pixels = augment.apply(composed.images, augmenting, self.target, self.mean)
             sizes = [len(one) for one in picked]
             images = normalize(pixels, self.mean, self.std)
-            columns = (images, found.labels, pixels, found.parts, found.part_labels)
+            columns = (images, composed.labels, pixels, composed.parts, composed.part_labels)
             split = [[None] * len(sizes) if c is None else c.split(sizes) for c in columns]
             yield from (Batch(*row) for row in zip(*split, strict=True))
 

@@ -93,15 +93,15 @@ def fetch_set(name: str, to: str | Path) -> str:
 def _read_accuracies(path: Path) -> dict[str, float]:
     """Top-1 accuracy by class from a JSON file."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        accuracies = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise DataError(f"{path}: not readable as JSON ({error})") from error
-    if not isinstance(found, dict) or not found:
+    if not isinstance(accuracies, dict) or not accuracies:
         raise DataError(f'{path}: expected an accuracy for each class, {{"n01440764": 0.75, …}}')
-    for kind, share in found.items():
+    for kind, share in accuracies.items():
         if not isinstance(share, (int, float)) or not 0 <= share <= 1:
             raise DataError(f"{path}: the accuracy of {kind} is {str(share)[:60]}, not a number in 0..1")
-    return found
+    return accuracies
 
 
 def build_h_imagenet(

@@ -351,12 +351,12 @@ def image_below(folder: Path, named: str, source: Path | str) -> Path:
         DataError: any other file.
     """
     try:
-        found = (folder / named).resolve()
-        if not (found.is_relative_to(folder.resolve()) and found.is_file()):
+        path = (folder / named).resolve()
+        if not (path.is_relative_to(folder.resolve()) and path.is_file()):
             raise ValueError
     except (OSError, ValueError) as error:
         raise DataError(f"{source} names {named[:200]!r}, which is no file below {folder}") from error
-    return found
+    return path
 
 
 def _unpacked_bytes(groups: Any, columns: Sequence[str]) -> int:

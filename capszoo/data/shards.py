@@ -50,10 +50,10 @@ def expand_shards(name: str, folder: Path, pattern: str) -> list[Path]:
     numbered = _RANGE.search(pattern)
     if numbered is None:
         matching = (path for path in folder.glob(pattern) if not path.name.startswith("."))
-        found = sorted(path for path in matching if path.is_file())
-        if not found:
+        shards = sorted(path for path in matching if path.is_file())
+        if not shards:
             raise DataError(f"{name}: {folder} has no file {pattern}")
-        return found
+        return shards
     first, last = int(numbered[1]), int(numbered[2])
     if not 0 <= last - first < _MAX_SHARDS:
         raise DataError(f"{name}: {numbered[0]} is no range of shards: give {{000000..000009}}")
@@ -298,23 +298,23 @@ def _sample(path: Path, file: BinaryIO, parts: dict[str, tarfile.TarInfo]) -> _S
 
 def _label(kind: str, raw: bytes) -> int | str | None:
     """The number or name of a class; None for anything else."""
-    found: object = None
+    label: object = None
     try:
         if kind == "cls":
-            found = raw.decode("utf-8").strip()
+            label = raw.decode("utf-8").strip()
         else:
             tree = json.loads(raw)
-            found = tree.get("label", tree.get("cls")) if isinstance(tree, dict) else None
+            label = tree.get("label", tree.get("cls")) if isinstance(tree, dict) else None
     except (ValueError, RecursionError):  # also bytes that are no text
         return None
-    if isinstance(found, str):
-        found = found.strip()
-        if found.isdecimal() and found.isascii() and len(found) < 10:
-            found = int(found)
-    if isinstance(found, int) and not isinstance(found, bool):
-        return found if 0 <= found <= MAX_LABEL else None
-    named = isinstance(found, str) and found and len(found) <= _MAX_NAME and found.isprintable()
-    return found if named and not _NUMBER.fullmatch(str(found)) else None  # type: ignore[return-value]
+    if isinstance(label, str):
+        label = label.strip()
+        if label.isdecimal() and label.isascii() and len(label) < 10:
+            label = int(label)
+    if isinstance(label, int) and not isinstance(label, bool):
+        return label if 0 <= label <= MAX_LABEL else None
+    named = isinstance(label, str) and label and len(label) <= _MAX_NAME and label.isprintable()
+    return label if named and not _NUMBER.fullmatch(str(label)) else None  # type: ignore[return-value]
 
 
 def read_member(path: Path, offset: int, size: int) -> bytes:

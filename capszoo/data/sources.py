@@ -87,15 +87,15 @@ def _read_svhn(split: str, folder: Path) -> tuple[Tensor, Tensor] | None:
 def _read_norb(spec: DatasetSpec, split: str, folder: Path) -> tuple[Tensor, Tensor] | None:
     """Images [n, 2, 96, 96] and labels of smallNORB; for its viewpoint sets, only the images that belong to them."""
     stem = _NORB_STEMS["train" if split == "train" else "test"]
-    found = {
+    paths = {
         kind: next(iter(sorted(folder.glob(f"smallnorb-*-{stem}-{kind}.mat*"))), None)
         for kind in ("dat", "cat", "info")
     }
-    if found["dat"] is None:
+    if paths["dat"] is None:
         return None
-    if missing := [kind for kind, path in found.items() if path is None]:
-        raise DataError(f"{folder} lacks smallnorb-…-{stem}-{missing[0]}.mat beside {found['dat'].name}")
-    images, labels, info = (read_norb_matrix(path) for path in found.values() if path)
+    if missing := [kind for kind, path in paths.items() if path is None]:
+        raise DataError(f"{folder} lacks smallnorb-…-{stem}-{missing[0]}.mat beside {paths['dat'].name}")
+    images, labels, info = (read_norb_matrix(path) for path in paths.values() if path)
     if images.ndim != 4 or labels.ndim != 1 or info.ndim != 2 or len(info) != len(labels):
         raise DataError(f"{folder}: smallNORB's {stem} files do not belong together")
     labels = labels.long()

@@ -47,13 +47,13 @@ class SetSummary:
 
     def to_dict(self) -> dict[str, Any]:
         """The record without the names of classes and folders, which metadata state elsewhere or keep private."""
-        found = asdict(self)
+        values = asdict(self)
         for key in ("label_names", "input_size", "notes"):
-            del found[key]
-        found["folders"] = sum(self.folders.values())
+            del values[key]
+        values["folders"] = sum(self.folders.values())
         return {
             "sentence": self.sentence(private=True),
-            **{key: value for key, value in found.items() if value},
+            **{key: value for key, value in values.items() if value},
         }
 
     def sentence(self, private: bool = False) -> str:
@@ -106,13 +106,13 @@ def summarise(parts: Mapping[str, ImageSet | StreamedSet | None], unreadable: in
         parts: its splits, in the order of the sentence, the training split first; None and empty ones are left out.
         unreadable: number of images that were left out because they cannot be read.
     """
-    found = {split: part for split, part in parts.items() if part is not None and len(part.labels)}
-    first = next(iter(found.values()))
+    splits = {split: part for split, part in parts.items() if part is not None and len(part.labels)}
+    first = next(iter(splits.values()))
     left_out: dict[str, int] = {}
     folders: dict[str, int] = {}
     notes: dict[str, None] = {}
     seen: list[int] = []
-    for part in found.values():
+    for part in splits.values():
         folders |= part.origin.folders
         notes |= dict.fromkeys(part.origin.notes)
         if id(part.origin) in seen:  # a validation split that was carved out of the training images
@@ -122,12 +122,12 @@ def summarise(parts: Mapping[str, ImageSet | StreamedSet | None], unreadable: in
             left_out[suffix] = left_out.get(suffix, 0) + count
     (rows, columns), size = first.spec.input_size[1:], first.size
     cropped = min(rows, size[0]) * min(columns, size[1]) / (size[0] * size[1])
-    counts = {split: len(part.labels) for split, part in found.items()}
+    counts = {split: len(part.labels) for split, part in splits.items()}
     area = 1 - (first.spec.cropped or 0)
     return SetSummary(
         label_names=first.spec.label_names,
         images=counts,
-        per_class={split: _per_class(part) for split, part in found.items()},
+        per_class={split: _per_class(part) for split, part in splits.items()},
         input_size=first.spec.input_size,
         area=area * cropped,
         left_out=left_out,

@@ -84,21 +84,21 @@ def recorded_centres(model: nn.Module, size: Size) -> Iterator[dict[Size, Grid]]
             hook.remove()
 
 
-def centres_of(cells: Size, found: dict[Size, Grid], size: Size, shrink: int = 1) -> Grid:
+def centres_of(cells: Size, centres: dict[Size, Grid], size: Size, shrink: int = 1) -> Grid:
     """The centres (y, x) of a grid among the recorded ones, else cells that divide the image evenly.
 
     Args:
         cells: rows and columns of the grid.
-        found: from :func:`recorded_centres`.
+        centres: from :func:`recorded_centres`.
         size: height and width of the image, in pixels.
         shrink: side of the squares over which a head averaged the last map.
     """
     if shrink > 1:
-        for before, (y, x) in reversed(found.items()):
+        for before, (y, x) in reversed(centres.items()):
             if tuple(-(-side // shrink) for side in before) == cells:
                 return y.after(shrink, shrink, 0), x.after(shrink, shrink, 0)
-    elif cells in found:
-        return found[cells]
+    elif cells in centres:
+        return centres[cells]
     y, x = (CellCentres.spread(count, side) for count, side in zip(cells, size, strict=True))
     return y, x
 

@@ -54,13 +54,13 @@ def _count(module: nn.Module) -> int | None:
 
 def _routers(model: nn.Module) -> list[nn.Module]:
     """The outermost routing modules of the model."""
-    found: list[nn.Module] = []
+    routers: list[nn.Module] = []
     inside: set[int] = set()
     for module in model.modules():
         if module is not model and id(module) not in inside and _count(module) is not None:
-            found.append(module)
+            routers.append(module)
             inside |= {id(part) for part in module.modules()}
-    return found
+    return routers
 
 
 @contextmanager

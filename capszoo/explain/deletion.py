@@ -79,15 +79,15 @@ def deletion(
     index = tile_index(*transform.size)
     rows: list[tuple[float, ...]] = []
     for image in images:
-        found = explain(model, model_input(transform, image), method=method)
-        visible = (_largest(found.image.amax(0), index) > BLACK).nonzero()[:, 0]
+        explanation = explain(model, model_input(transform, image), method=method)
+        visible = (_largest(explanation.image.amax(0), index) > BLACK).nonzero()[:, 0]
         if len(visible) < 2:
             continue
-        heat = found.heat_at(*grid_of(index)).flatten()[visible]  # at the tiles' centres
+        heat = explanation.heat_at(*grid_of(index)).flatten()[visible]  # at the tiles' centres
         random = torch.randperm(len(visible), generator=generator)
         orders = [heat.argsort(descending=True), heat.argsort(), random]
         rows.append(
-            _falls(model, transform, found, heat, [visible[order] for order in orders], visible, index)
+            _falls(model, transform, explanation, heat, [visible[order] for order in orders], visible, index)
         )
     if len(rows) < 2:
         raise CapszooError("fewer than two images have anything to blacken", "give more images")
@@ -97,7 +97,7 @@ def deletion(
 def _falls(
     model: nn.Module,
     transform: ImageTransform,
-    found: Explanation,
+    explanation: Explanation,
     heat: Tensor,
     orders: Sequence[Tensor],
     visible: Tensor,
@@ -111,14 +111,16 @@ def _falls(
         rank = torch.full((int(index.max()) + 1,), steps).index_put((order,), torch.arange(steps))
         # all but the last step, after which the image is black in every order
         blackened.append(rank[index] < torch.arange(1, steps)[:, None, None])
-    pixels = found.image * ~torch.cat(blackened)[:, None]
+    pixels = explanation.image * ~torch.cat(blackened)[:, None]
     like = next(model.parameters())
     mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (transform.mean, transform.std))
     with evaluating(model), torch.inference_mode():
         scores = model(((pixels - mean) / std).to(like.device, like.dtype)).float().cpu()
-    share = probabilities(scores[steps:], score_kind(model))[:, found.predicted]
-    fall = float(found.probabilities[found.predicted]) - share.view(len(orders), steps - 1).mean(1)
-    return _rank_correlation(heat, -scores[:steps, found.predicted]), *fall.tolist()
+    share = probabilities(scores[steps:], score_kind(model))[:, explanation.predicted]
+    fall = float(explanation.probabilities[explanation.predicted]) - share.view(len(orders), steps - 1).mean(
+        1
+    )
+    return _rank_correlation(heat, -scores[:steps, explanation.predicted]), *fall.tolist()
 
 
 def _summary(rows: Tensor) -> Deletion:

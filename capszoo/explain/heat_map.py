@@ -213,19 +213,19 @@ def explain(
     batch = x[None].to(like.device, like.dtype)
     with evaluating(model):
         if method == "couplings":
-            found = _routed(model, batch, chosen, transform.size)
+            explanation = _routed(model, batch, chosen, transform.size)
         else:
-            found = _attributed(method, model, batch, chosen, transform)
-    if not bool(torch.isfinite(found["heat"]).all()):
+            explanation = _attributed(method, model, batch, chosen, transform)
+    if not bool(torch.isfinite(explanation["heat"]).all()):
         raise CapszooError(f"the {method} hold NaN or infinity", "the weights are damaged or untrained")
     return Explanation(
         image=transform.restore(x),
-        predicted=int(found["scores"].argmax()),
+        predicted=int(explanation["scores"].argmax()),
         labels=labels,
         name=name or _model_name(model),
         score_kind=score_kind(model),
         method=method,
-        **found,
+        **explanation,
     )
 
 
@@ -238,7 +238,7 @@ def _routed(model: Any, batch: Tensor, target: int | None, size: tuple[int, int]
             output = model.forward_capsules(batch)
             scores = output.scores[0].float().cpu()
             chosen = int(scores.argmax()) if target is None else target
-            with recorded_centres(model, size) as found:
+            with recorded_centres(model, size) as centres:
                 heat = model.coupling_map(batch)[0, chosen].float().cpu()
             shrink = getattr(getattr(model, "head", None), "shrink", 1)
             covered_cells: Any = getattr(model, "covered_cells", None)
@@ -260,7 +260,7 @@ def _routed(model: Any, batch: Tensor, target: int | None, size: tuple[int, int]
         "reconstruction": reconstruction,
         "covered": covered,
         "quantity": getattr(model, "map_quantity", "coupling"),
-        "centres": centres_of(_cells(heat), found, size, shrink),
+        "centres": centres_of(_cells(heat), centres, size, shrink),
     }
 
 
@@ -375,12 +375,12 @@ def save_heat_grid(
     figure = new_figure(1.3 * len(explanations) + 1.6, 1.25 * 3 + 1.1)
     grid = figure.subplots(3, len(explanations), squeeze=False)
     drawn = None
-    for column, found in enumerate(explanations):
-        show(grid[0][column], found.image)
-        drawn = draw_couplings(grid[1][column], found, fontsize=6) or drawn
-        draw_overlay(grid[2][column], found)
-        share = float(found.probabilities[found.target])
-        grid[0][column].set_title(f"{found.labels[found.target]}, {share:.0%}", fontsize=8)
+    for column, explanation in enumerate(explanations):
+        show(grid[0][column], explanation.image)
+        drawn = draw_couplings(grid[1][column], explanation, fontsize=6) or drawn
+        draw_overlay(grid[2][column], explanation)
+        share = float(explanation.probabilities[explanation.target])
+        grid[0][column].set_title(f"{explanation.labels[explanation.target]}, {share:.0%}", fontsize=8)
     quantity = explanations[0].quantity.replace("× ", "×\n")  # a row is as high as one short line is long
     for row, name in enumerate(("image", quantity, "overlay")):
         grid[row][0].set_ylabel(name, fontsize=8)

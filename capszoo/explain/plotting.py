@@ -155,10 +155,10 @@ def _add_fonts(texts: Iterable[Any]) -> None:
     for font in fontManager.ttflist if missing else ():
         if font.style != "normal" or font.name.startswith("Last Resort"):  # boxes with the names of scripts
             continue
-        found = missing & get_font(font.fname).get_charmap().keys()
-        if found:
+        covered = missing & get_font(font.fname).get_charmap().keys()
+        if covered:
             families.append(font.name)
-            missing -= found
+            missing -= covered
     for text in foreign:
         text.set_fontfamily([*text.get_fontfamily(), *families])
     if missing:

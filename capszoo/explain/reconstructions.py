@@ -186,7 +186,7 @@ def answers(
     """
     labels = _require_decoder(model)
     transform = model_transform(model)
-    found: dict[bool, list[Answer]] = {True: [], False: []}
+    by_outcome: dict[bool, list[Answer]] = {True: [], False: []}
     wanted = {True: right, False: wrong}
     for images, classes in batches:
         if classes.dim() != 1:
@@ -194,7 +194,7 @@ def answers(
         output = model.forward_capsules(images)  # type: ignore[operator]
         predicted = output.scores.argmax(1)
         for kind in (True, False):
-            room = wanted[kind] - len(found[kind])
+            room = wanted[kind] - len(by_outcome[kind])
             picked = ((predicted == classes) == kind).nonzero()[:room, 0]
             if len(picked):
                 by_label = _decode(model, output.poses[picked], classes[picked])
@@ -202,10 +202,10 @@ def answers(
                 seen = transform.restore(images[picked])
                 for n, place in enumerate(picked.tolist()):
                     names = labels[int(classes[place])], labels[int(predicted[place])]
-                    found[kind].append(Answer(seen[n], *names, by_label[n], by_predicted[n]))
-        if all(len(found[kind]) == wanted[kind] for kind in wanted):
+                    by_outcome[kind].append(Answer(seen[n], *names, by_label[n], by_predicted[n]))
+        if all(len(by_outcome[kind]) == wanted[kind] for kind in wanted):
             break
-    return found[True] + found[False]
+    return by_outcome[True] + by_outcome[False]
 
 
 @torch.no_grad()
@@ -226,7 +226,7 @@ def overlaps(
     if len(labels) < 5:
         raise CapszooError("explain multi needs a model with at least five classes", "choose another")
     transform = model_transform(model)
-    found: dict[bool, list[Overlap]] = {True: [], False: []}
+    by_outcome: dict[bool, list[Overlap]] = {True: [], False: []}
     wanted = {True: right, False: wrong}
     for images, present in batches:
         if present.dim() != 2:
@@ -236,7 +236,7 @@ def overlaps(
         for place in (present.sum(1) == 2).nonzero()[:, 0].tolist():
             there = present[place].nonzero()[:, 0]
             kind = bool((there == top[place]).all())
-            if len(found[kind]) == wanted[kind]:
+            if len(by_outcome[kind]) == wanted[kind]:
                 continue
             others = output.scores[place].clone()
             others[torch.cat([there, top[place]])] = -torch.inf
@@ -244,7 +244,7 @@ def overlaps(
             drawn = _decode(model, output.poses[place].expand(5, -1, -1), classes)
             name = [labels[number] for number in classes.tolist()]
             seen = transform.restore(images[place])
-            found[kind].append(
+            by_outcome[kind].append(
                 Overlap(
                     seen,
                     (name[0], name[1]),
@@ -255,9 +255,9 @@ def overlaps(
                     drawn[4],
                 )
             )
-        if all(len(found[kind]) == wanted[kind] for kind in wanted):
+        if all(len(by_outcome[kind]) == wanted[kind] for kind in wanted):
             break
-    return found[True] + found[False]
+    return by_outcome[True] + by_outcome[False]
 
 
 #: Colours of two overlapping reconstructions, distinguishable with red-green colour blindness.
@@ -270,15 +270,15 @@ def orange_and_blue(first: Tensor, second: Tensor) -> Tensor:
     return (torch.stack([first.mean(0), second.mean(0)])[:, None] * colours).sum(0).clamp(0, 1)
 
 
-def save_perturbation(found: Perturbation, path: str | Path, name: str = "") -> Path:
+def save_perturbation(perturbation: Perturbation, path: str | Path, name: str = "") -> Path:
     """Draw a row for each dimension, a column for each offset (Fig. 4); more than eight dimensions in two blocks.
 
     Args:
-        found: from :func:`perturb`.
+        perturbation: from :func:`perturb`.
         path: of the file.
         name: of the model and the image, for the title.
     """
-    count, offsets = found.images.shape[:2]
+    count, offsets = perturbation.images.shape[:2]
     blocks = 2 if count > 8 else 1
     rows = -(-count // blocks)
     widths = [*[1.0] * offsets, 0.5] * (blocks - 1) + [1.0] * offsets
@@ -286,13 +286,13 @@ def save_perturbation(found: Perturbation, path: str | Path, name: str = "") -> 
     grid = figure.subplots(rows, len(widths), squeeze=False, width_ratios=widths)
     for axis in grid.ravel():
         axis.set_axis_off()
-    for place, number in enumerate(found.dims):
+    for place, number in enumerate(perturbation.dims):
         block, row = divmod(place, rows)
         start = block * (offsets + 1)
-        for column, offset in enumerate(found.offsets):
+        for column, offset in enumerate(perturbation.offsets):
             axis = grid[row][start + column]
             axis.set_axis_on()
-            show(axis, found.images[place, column])
+            show(axis, perturbation.images[place, column])
             if offset == 0:
                 for side in axis.spines.values():
                     side.set(visible=True, color="tab:orange", linewidth=1.5)
@@ -301,30 +301,30 @@ def save_perturbation(found: Perturbation, path: str | Path, name: str = "") -> 
                 axis.set_title(title, fontsize=7, color="tab:orange" if offset == 0 else "black")
         label = {"rotation": 0, "fontsize": 7, "labelpad": 8, "va": "center"}
         grid[row][start].set_ylabel(str(number), **label)
-    what = f"capsule of {found.label}, one dimension changed at a time (rows: its number)"
+    what = f"capsule of {perturbation.label}, one dimension changed at a time (rows: its number)"
     figure.suptitle(f"{name}: {what}" if name else what, fontsize=9)
     return save(figure, path)
 
 
 def save_answers(
-    found: Sequence[Answer], path: str | Path, about: str | None = None, title: str = ""
+    drawings: Sequence[Answer], path: str | Path, about: str | None = None, title: str = ""
 ) -> Path:
     """Draw input above, reconstructions from the true and the predicted class below (Fig. 3); right before wrong."""
     columns = [
         (f"true {one.label}\npredicted {one.predicted}", (one.image, one.by_label, one.by_predicted))
-        for one in found
+        for one in drawings
     ]
     rows = ("input", "reconstruction from\nthe true class", "reconstruction from\nthe predicted class")
-    return save_columns(columns, rows, path, about, gap=sum(one.right for one in found), title=title)
+    return save_columns(columns, rows, path, about, gap=sum(one.right for one in drawings), title=title)
 
 
 def save_overlaps(
-    found: Sequence[Overlap], path: str | Path, about: str | None = None, title: str = ""
+    drawings: Sequence[Overlap], path: str | Path, about: str | None = None, title: str = ""
 ) -> Path:
     """Draw the input above, and reconstructions below, in orange and blue: of both labels, of both predicted digits,
     and of a label with a digit that is neither label nor prediction (Fig. 5)."""
     columns = []
-    for one in found:
+    for one in drawings:
         name = f"true {'+'.join(one.labels)}\npredicted {'+'.join(one.predicted)}\nneither: {one.stranger}"
         pictures = (
             one.image,
@@ -340,7 +340,7 @@ def save_overlaps(
         rows,
         path,
         about,
-        gap=sum(one.right for one in found),
+        gap=sum(one.right for one in drawings),
         title=title,
         legend=legend,
     )

@@ -202,8 +202,8 @@ def routing_stats(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor | Non
             for layer, couplings in zip(layers, output.couplings, strict=True):
                 layer.add(couplings)
             answer = output.scores.argmax(1)
-            found = torch.bincount(answer, minlength=output.scores.shape[1]).cpu()
-            predicted = found if predicted is None else predicted + found
+            counts = torch.bincount(answer, minlength=output.scores.shape[1]).cpu()
+            predicted = counts if predicted is None else predicted + counts
             n += len(images)
             if curve is not None:
                 curve = _add_votes(curve, model, images, answer if labels is None else labels)

@@ -97,13 +97,13 @@ def _input_gradient(grad: Tensor, weight: Tensor, height: int, width: int, strid
     """
     b, o, rows, columns = grad.shape
     c, k = weight.shape[1:3]
-    found = grad.new_empty(b, height, width, c)
+    gradient = grad.new_empty(b, height, width, c)
     taps = weight.permute(2, 3, 0, 1).contiguous()
     # as many images as of 8x8 outputs: the buffer does not grow with the size of an image
     images = max(1, min(b, TUNING.strided_conv_block_images * 64 // max(64, rows * columns)))
     # one buffer for every block: new memory would be new pages, which cost as much as the products
     buffer = grad.new_empty((-(-k // stride)) ** 2, images * rows * columns, c)
-    for part, of_inputs in zip(grad.split(images), found.split(images), strict=True):
+    for part, of_inputs in zip(grad.split(images), gradient.split(images), strict=True):
         of_positions = part.permute(0, 2, 3, 1).reshape(-1, o)
         for p, q in itertools.product(range(stride), repeat=2):
             phase = taps[p::stride, q::stride]
@@ -113,7 +113,7 @@ def _input_gradient(grad: Tensor, weight: Tensor, height: int, width: int, strid
             for tap, product in zip(phase.reshape(count, o, c), products, strict=True):
                 torch.mm(of_positions, tap, out=product)
             _sum_taps(products, (*phase.shape[:2], p, q, stride), (rows, columns), of_inputs)
-    return found.permute(0, 3, 1, 2)
+    return gradient.permute(0, 3, 1, 2)
 
 
 def _sum_taps(
@@ -149,13 +149,13 @@ def _weight_gradient(grad: Tensor, x: Tensor, kernel: int, stride: int) -> Tenso
     c = x.shape[1]
     of_outputs = grad.permute(0, 2, 3, 1).reshape(-1, o).t().contiguous()
     images = x.permute(0, 2, 3, 1)
-    found = x.new_empty(kernel, kernel, o, c)
+    gradient = x.new_empty(kernel, kernel, o, c)
     of_tap = x.new_empty(b, rows, columns, c)
     for i, j in itertools.product(range(kernel), repeat=2):
         last_row, last_column = i + stride * (rows - 1) + 1, j + stride * (columns - 1) + 1
         of_tap.copy_(images[:, i:last_row:stride, j:last_column:stride])
-        torch.mm(of_outputs, of_tap.view(-1, c), out=found[i, j])
-    return found.permute(2, 0, 1, 3).contiguous().permute(0, 3, 1, 2)
+        torch.mm(of_outputs, of_tap.view(-1, c), out=gradient[i, j])
+    return gradient.permute(2, 0, 1, 3).contiguous().permute(0, 3, 1, 2)
 
 
 @_weight_gradient.register_fake

@@ -243,10 +243,10 @@ def _classifier_parts(model: Any) -> List[str]:
         by_head = _names_in_code(model, "forward_head") or set()
         top = {key for key, _ in model.named_children() if key in by_head or key in _CLASSIFIER_NAMES}
     try:
-        found = model.get_classifier()
+        classifier = model.get_classifier()
     except (AttributeError, TypeError):  # there is none, or timm's method looks into a head that is not there
-        found = ()
-    classifiers = found if isinstance(found, (tuple, list)) else (found,)
+        classifier = ()
+    classifiers = classifier if isinstance(classifier, (tuple, list)) else (classifier,)
     inner = [
         key for key, module in model.named_modules() if key and any(module is one for one in classifiers)
     ]
@@ -262,10 +262,10 @@ def _names_in_code(model: Any, *methods: str) -> Optional[Set[str]]:
     names: Set[str] = set()
     waiting: List[Any] = []
     for method in methods:
-        found = _defined(model, method)
-        if not found and hasattr(model, method):
+        functions = _defined(model, method)
+        if not functions and hasattr(model, method):
             return None
-        waiting += found
+        waiting += functions
     seen: Set[int] = set()
     while waiting:
         function = waiting.pop()
@@ -308,8 +308,10 @@ def _defined(model: Any, name: str) -> List[Any]:
         vars(model),
         *(vars(kind) for kind in type(model).__mro__ if kind.__module__ != nn.Module.__module__),
     ]
-    found = [owner[name] for owner in owners if name in owner]
-    return [one for one in found if hasattr(one, "__get__") or (callable(one) and not isinstance(one, type))]
+    members = [owner[name] for owner in owners if name in owner]
+    return [
+        one for one in members if hasattr(one, "__get__") or (callable(one) and not isinstance(one, type))
+    ]
 
 
 def _names_of(code: CodeType) -> Set[str]:

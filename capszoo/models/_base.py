@@ -336,13 +336,13 @@ class CapsuleNet(nn.Module):
             weights: state dict, or a part of one, of the same network created with ``img_size``.
             img_size: height and width of its images, in pixels.
         """
-        own, found = self.state_dict(), {}
+        own, tensors = self.state_dict(), {}
         for name, value in weights.items():
             if name in own:
                 changed = self._resample(name, value, to_2tuple(img_size))
                 if changed is not None and changed.shape == own[name].shape:
-                    found[name] = changed
-        return found
+                    tensors[name] = changed
+        return tensors
 
     @torch.jit.ignore
     def _resample(self, name: str, weight: Tensor, img_size: Tuple[int, int]) -> Optional[Tensor]:

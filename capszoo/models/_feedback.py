@@ -201,9 +201,9 @@ class FeedbackAgreement(nn.Module):
             return feature
         rank = 3 if self.layout == "nlc" else 4
         if not isinstance(feature, Tensor) or feature.dim() != rank:
-            found = f"shape {tuple(feature.shape)}" if isinstance(feature, Tensor) else type(feature).__name__
+            kind = f"shape {tuple(feature.shape)}" if isinstance(feature, Tensor) else type(feature).__name__
             raise ValueError(
-                f"the output of '{name}' ({found}) is no feature map in layout '{self.layout}': "
+                f"the output of '{name}' ({kind}) is no feature map in layout '{self.layout}': "
                 "name another module, or set layout"
             )
         if self.layout == "nhwc":

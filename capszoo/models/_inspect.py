@@ -69,12 +69,12 @@ def routing_iterations(model: nn.Module) -> list[int]:
 
 def frozen_modules(net: nn.Module) -> List[nn.Module]:
     """The modules that have parameters, none of which requires a gradient."""
-    found = []
+    modules = []
     for module in net.modules():
         parameters = list(module.parameters())
         if parameters and not any(parameter.requires_grad for parameter in parameters):
-            found.append(module)
-    return found
+            modules.append(module)
+    return modules
 
 
 def freeze_batch_statistics(net: nn.Module) -> None:

@@ -51,14 +51,14 @@ class ChannelsLastRoutingPool2d(nn.Module):
 def _find_pool(model: nn.Module) -> str:
     """Name of the model's global average pool; raise ValueError if there is none."""
     kind = type(model).__name__
-    found = {name: m for name, m in model.named_modules() if isinstance(m, SelectAdaptivePool2d)}
-    if not found:
+    pools = {name: m for name, m in model.named_modules() if isinstance(m, SelectAdaptivePool2d)}
+    if not pools:
         if any(isinstance(m, (RoutingPool2d, ChannelsLastRoutingPool2d)) for m in model.modules()):
             raise ValueError(f"{kind} has routing pooling already")
         raise ValueError(f"{kind} has no global average pooling to replace (timm's SelectAdaptivePool2d)")
-    name = next((n for n in ("global_pool", "head.global_pool") if n in found), next(iter(found)))
-    if found[name].pool_type.lower() not in _AVERAGE:
-        now = found[name].pool_type or "off"
+    name = next((n for n in ("global_pool", "head.global_pool") if n in pools), next(iter(pools)))
+    if pools[name].pool_type.lower() not in _AVERAGE:
+        now = pools[name].pool_type or "off"
         raise ValueError(
             f"the global pooling of {kind} is {now!r}: create the model with global_pool='avg' first"
         )

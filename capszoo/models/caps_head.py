@@ -376,10 +376,10 @@ class BackboneNet(HeadNet):
         features: Any = self.stages.backbone
         if not hasattr(features.model, "forward_intermediates"):
             return super().forward_intermediates(x, *args, **kwargs)
-        found = features.model.forward_intermediates(x, *args, **kwargs)
-        if isinstance(found, tuple):
-            return features.to_map(found[0]), found[1]
-        return found
+        features_out = features.model.forward_intermediates(x, *args, **kwargs)
+        if isinstance(features_out, tuple):
+            return features.to_map(features_out[0]), features_out[1]
+        return features_out
 
     @torch.jit.ignore
     def prune_intermediate_layers(

@@ -46,14 +46,14 @@ def plain_layers(model: nn.Module) -> set[str]:
         if type(module).__module__.startswith("capszoo.layers") and iteration_attributes(module)
     ]
     inside = tuple(f"{name}." for name in routings)
-    found = set()
+    names = set()
     for name, module in model.named_modules():
         if f"{name}.".startswith(inside):
             continue
         large = isinstance(module, nn.Linear) and module.weight.numel() >= MIN_WEIGHTS
         if isinstance(module, (nn.Conv1d, nn.Conv2d)) or large:
-            found.add(f"{name}.weight")
-    return found
+            names.add(f"{name}.weight")
+    return names
 
 
 def quantisable(proto: onnx.ModelProto, weights: set[str]) -> list[str]:

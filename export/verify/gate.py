@@ -180,12 +180,12 @@ class Gate:
         """Step 2 for int8: beyond the calibrated ranges values are clipped, but never NaN; every batch runs."""
         with self._step("finite on every probe") as detail:
             eager, runtime = compare.EagerRunner(self.prepared.original), self._exported()
-            found = []
+            differences = []
             for count in _probe_batches(self.report.batch, full=True):
-                found += self._compare(eager, runtime, count)
-            for difference in found:
+                differences += self._compare(eager, runtime, count)
+            for difference in differences:
                 _check_finite(self.prepared, difference)
-            detail.append(f"{len(found)} inputs")
+            detail.append(f"{len(differences)} inputs")
 
     def accuracy(self, real: RealImages) -> None:
         """Step 2 for int8: loss of accuracy on real images; without their classes, share of changed predictions."""
@@ -286,27 +286,27 @@ def _probe_batches(batch: tuple[int, int, int], full: bool) -> list[int]:
     """Batches to test: 1, 2, an odd one and the largest if the profile contains them; quick: two of them."""
     smallest, _, largest = batch
     wanted = (smallest, 1, 2, 5, largest) if full else (smallest, max(3, smallest + 1), largest)
-    found = sorted({count for count in wanted if smallest <= count <= largest})
-    return found if full else found[:2]
+    batches = sorted({count for count in wanted if smallest <= count <= largest})
+    return batches if full else batches[:2]
 
 
-def _check_finite(prepared: PreparedModel, found: compare.Difference) -> None:
-    if not found.finite:
+def _check_finite(prepared: PreparedModel, difference: compare.Difference) -> None:
+    if not difference.finite:
         remedy = _remedy(prepared, "check the module's own output for such an input")
         if prepared.precision == "fp16":
             remedy = "use precision bf16, which has the range of float32, or fp32"
         raise ExportError(
-            f"{prepared.name}: NaN or infinity in the output for {found.probe} input at batch {found.batch}",
+            f"{prepared.name}: NaN or infinity in the output for {difference.probe} input at batch {difference.batch}",
             remedy,
         )
 
 
-def _check(prepared: PreparedModel, found: compare.Difference, what: str) -> None:
-    _check_finite(prepared, found)
-    if not found.passed(prepared.tolerance):
+def _check(prepared: PreparedModel, difference: compare.Difference, what: str) -> None:
+    _check_finite(prepared, difference)
+    if not difference.passed(prepared.tolerance):
         raise ExportError(
-            f"{prepared.name}: {what} by {found.relative:.1e} of the largest output for {found.probe} input "
-            f"at batch {found.batch}; the limit is {prepared.tolerance:g}",
+            f"{prepared.name}: {what} by {difference.relative:.1e} of the largest output for {difference.probe} input "
+            f"at batch {difference.batch}; the limit is {prepared.tolerance:g}",
             _remedy(prepared, DETERMINISTIC),
         )
 
@@ -351,7 +351,7 @@ def _same_answers(
     _on_images(prepared, reference, candidate, real.images, into)
     if prepared.scores_at is None:
         return f"{len(real)} images, top-1 not compared: the scores are not among the outputs"
-    equal = sum(round((found.top1_agreement or 0.0) * found.batch) for found in into[first:])
+    equal = sum(round((difference.top1_agreement or 0.0) * difference.batch) for difference in into[first:])
     agreement, least = equal / len(real), 1.0 if prepared.precision == "fp32" else MIN_AGREEMENT
     if agreement < least:
         raise ExportError(
@@ -421,11 +421,11 @@ def verify_against_eager(prepared: PreparedModel, runner: compare.Runner) -> tup
         prepared.probes,
         prepared.span,
     )
-    for found in probes:
+    for difference in probes:
         if prepared.precision == "int8":
-            _check_finite(prepared, found)
+            _check_finite(prepared, difference)
         else:
-            _check(prepared, found, f"{runner.name} differs from eager")
+            _check(prepared, difference, f"{runner.name} differs from eager")
     counted = [] if prepared.precision == "int8" else probes
     said = [f"{len(probes)} inputs" + ("" if counted else " finite")]
     if real is not None:
@@ -435,6 +435,6 @@ def verify_against_eager(prepared: PreparedModel, runner: compare.Runner) -> tup
         else:
             said.append(_same_answers(prepared, eager, runner, real, on_images))
         counted = [*counted, *on_images]
-    worst = max((found.relative for found in counted), default=float("nan"))
+    worst = max((difference.relative for difference in counted), default=float("nan"))
     said.append(f"worst {worst:.1e} of the largest output")
     return ", ".join(said), worst

@@ -104,43 +104,43 @@ def _of_data_set(
         rows, columns = transform.object_size or transform.size
         side = (round(rows / transform.crop_pct), round(columns / transform.crop_pct))
         sizes |= {"size": side, "resize": side}
-    found = load_dataset(name, split, data, skipped=skipped, **sizes)
+    dataset = load_dataset(name, split, data, skipped=skipped, **sizes)
     classes = int(getattr(model, "num_classes", 0))
-    if found.spec.multi_label:
+    if dataset.spec.multi_label:
         raise CapszooError(f"{name} has several classes in an image", "name a data set with one")
-    if found.spec.num_classes != classes:
+    if dataset.spec.num_classes != classes:
         raise CapszooError(
-            f"{name} has {found.spec.num_classes} classes, the model {classes}",
+            f"{name} has {dataset.spec.num_classes} classes, the model {classes}",
             "name the model's own data set",
         )
-    if not hasattr(found, "images"):
+    if not hasattr(dataset, "images"):
         raise CapszooError(
             f"{name} is too large to be held in memory", "give a folder with some of its images"
         )
-    if isinstance(found, ImageSet):
-        found = found.fixed()  # composed, as in training
-    picked = _spread(len(found), limit)
-    pictures = (Image.fromarray(found.images[i].permute(1, 2, 0).numpy().squeeze()) for i in picked)
-    labels: Tensor | None = found.labels[picked].long()
+    if isinstance(dataset, ImageSet):
+        dataset = dataset.fixed()  # composed, as in training
+    picked = _spread(len(dataset), limit)
+    pictures = (Image.fromarray(dataset.images[i].permute(1, 2, 0).numpy().squeeze()) for i in picked)
+    labels: Tensor | None = dataset.labels[picked].long()
     if name.startswith(tuple(PREFIXES)):  # its classes are in the order of their names, not in the model's
-        place = class_positions(label_names(model), found.spec.label_names)
+        place = class_positions(label_names(model), dataset.spec.label_names)
         labels = None if None in place else torch.tensor(place)[labels]
     return RealImages(transformed(model, pictures, uint8_input), labels, f"{name} ({split})")
 
 
 def _readable(files: Sequence[Path], skipped: list[str]) -> list[Path]:
     """The files that can be read; a line about each of the others is added to ``skipped``."""
-    found = []
+    pictures = []
     for file in files:
         try:
             load_image(file)
         except CapszooError as error:
             skipped.append(str(error))
         else:
-            found.append(file)
-    if not found:
+            pictures.append(file)
+    if not pictures:
         raise CapszooError(f"none of the {len(files)} images can be read", skipped[0])
-    return found
+    return pictures
 
 
 def load_images(model: nn.Module, files: Iterable[str | Path], uint8_input: bool = False) -> Tensor:
@@ -162,8 +162,8 @@ def _classes(model: nn.Module, files: Sequence[Path]) -> Tensor | None:
     """Class of each file, from the name of its folder; None unless all of them have one."""
     names = label_names(model)
     index = {str(i): i for i in range(len(names))} | {name: i for i, name in enumerate(names)}
-    found = [index.get(file.parent.name) for file in files]
-    known = [label for label in found if label is not None]
+    indices = [index.get(file.parent.name) for file in files]
+    known = [label for label in indices if label is not None]
     return torch.tensor(known) if len(known) == len(files) else None
 
 

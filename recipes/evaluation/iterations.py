@@ -68,13 +68,13 @@ def accuracy_by_iterations(
     """
     check_iterations(target)
     own, _ = _answers(target, batch_size, progress)
-    found = []
+    results = []
     for count in counts:
         with all_iterations(target.net, count):
             given, right = _answers(target, batch_size, progress)
         changed = int((given != own).any(1).sum())
-        found.append(IterationAccuracy(count, 100 * right / target.n, changed))
-    return tuple(found)
+        results.append(IterationAccuracy(count, 100 * right / target.n, changed))
+    return tuple(results)
 
 
 def _answers(

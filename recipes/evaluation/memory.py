@@ -75,20 +75,20 @@ def available_memory(device: torch.device) -> int | None:
     if device.type == "cuda":
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + kept
-    found = []
+    limits = []
     with suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
-        found.append(1024 * int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]))
+        limits.append(1024 * int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]))
     with suppress(OSError, ValueError, StopIteration):  # a container's limit; "max" is none
         group = Path("/sys/fs/cgroup")
         used = int((group / "memory.current").read_text())
         lines = (group / "memory.stat").read_text(encoding="utf-8").splitlines()
         cached = int(next(line for line in lines if line.startswith("inactive_file ")).split()[1])
-        found.append(int((group / "memory.max").read_text()) - used + cached)
+        limits.append(int((group / "memory.max").read_text()) - used + cached)
     with suppress(OSError, ValueError, AttributeError):
-        if not found:
-            found.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2)
-    return max(min(found), 0) if found else None
+        if not limits:
+            limits.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2)
+    return max(min(limits), 0) if limits else None
 
 
 def fitting_images(net: nn.Module, input_size: tuple[int, ...]) -> int:

@@ -138,15 +138,15 @@ def draw_routing_probe(runs: Mapping[str, Sequence[Mapping[str, Any]]], path: st
     """
     rows = {}
     for name, records in runs.items():
-        found = {
+        epochs = {
             record["epoch"]: record["routing"] for record in records if "share" in record.get("routing", {})
         }
-        if not found:
+        if not epochs:
             raise CapszooError(
                 f"{name} has no routing statistics",
                 "train a network that has votes, with --set routing_images=200",
             )
-        rows[name] = {epoch: found[epoch] for epoch in shown_epochs(sorted(found))}
+        rows[name] = {epoch: epochs[epoch] for epoch in shown_epochs(sorted(epochs))}
     columns = max(map(len, rows.values()))
     figure = new_figure(3.4 * columns, 2.7 * len(rows))
     grid = figure.subplots(len(rows), columns, squeeze=False)

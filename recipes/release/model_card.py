@@ -68,10 +68,10 @@ def paper_link(paper_id: str) -> str:
 def paper_ids(info: WeightsInfo) -> list[str]:
     """Identifiers of the papers of an architecture of the zoo; none for timm's, which names its weights' papers."""
     cfg = get_pretrained_cfg(info.architecture) if info.architecture in PAPERS else None
-    found = getattr(cfg, "paper_ids", None) or ()
+    paper_ids = getattr(cfg, "paper_ids", None) or ()
     if info.architecture == "caps_head" and info.model_args.get("routing", "idpa") != "idpa":
-        found = ()  # the configuration names the paper of its default routing
-    ids = (found,) if isinstance(found, str) else tuple(found)
+        paper_ids = ()  # the configuration names the paper of its default routing
+    ids = (paper_ids,) if isinstance(paper_ids, str) else tuple(paper_ids)
     return [paper_id for paper_id in ids if paper_id.partition(":")[0] in PAPER_LINKS]
 
 

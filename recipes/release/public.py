@@ -61,11 +61,11 @@ def public(value: Any, key: str = "") -> Any:
     """
     last = key.rpartition(".")[2]
     if isinstance(value, dict):
-        found = {name: public(item, str(name)) for name, item in value.items()}
+        items = {name: public(item, str(name)) for name, item in value.items()}
         if "title" in value and is_private_set(str(value.get("name"))):
-            found["title"] = PRIVATE_SET
-            found |= {"source": ""} if "source" in value else {}
-        return found
+            items["title"] = PRIVATE_SET
+            items |= {"source": ""} if "source" in value else {}
+        return items
     if isinstance(value, (list, tuple)):
         # lines about images that cannot be read begin with their paths
         return [f"{len(value)} images"] if last == "left_out" else [public(item) for item in value]

@@ -99,8 +99,10 @@ def save_checkpoint(
 
 def checkpoint_folders(run: Path) -> list[Path]:
     """Folders of a run's checkpoints, oldest first; those of other names, such as copies, are the user's."""
-    found = [path for path in (run / "checkpoints").glob("step-*") if re.fullmatch(r"step-\d{8,}", path.name)]
-    return sorted(found, key=step_of)
+    folders = [
+        path for path in (run / "checkpoints").glob("step-*") if re.fullmatch(r"step-\d{8,}", path.name)
+    ]
+    return sorted(folders, key=step_of)
 
 
 def step_of(folder: Path) -> int:

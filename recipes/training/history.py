@@ -63,16 +63,16 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     may have truncated, silently.
     """
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
-    found: list[dict[str, Any]] = []
+    records: list[dict[str, Any]] = []
     for number, line in enumerate(lines, 1):
         record: Any = None
         with suppress(ValueError, RecursionError):
             record = json.loads(line)
         if isinstance(record, dict) and _placed(record):
-            found.append(record)
+            records.append(record)
         elif number < len(lines) or record is not None:
             _logger.warning("%s: line %d is no record of an epoch and is left out", path, number)
-    return found
+    return records
 
 
 def _placed(record: Mapping[str, Any]) -> bool:
@@ -104,14 +104,14 @@ def find_runs(names: Sequence[str | Path]) -> dict[str, list[dict[str, Any]]]:
     Raises:
         CapszooError: there is no such run, or no epoch has ended yet.
     """
-    found: dict[str, list[dict[str, Any]]] = {}
+    runs_by_name: dict[str, list[dict[str, Any]]] = {}
     last = [Path(name).resolve().name if Path(name).is_dir() else str(name) for name in names]
     for name, short in zip(map(str, names), last, strict=True):
         records = _records(name)
         if not records:
             raise CapszooError(f"{name}: no epoch has ended yet", "wait for the first")
-        found[short if last.count(short) == 1 else name] = records
-    return found
+        runs_by_name[short if last.count(short) == 1 else name] = records
+    return runs_by_name
 
 
 def trained_images(run: Path) -> int:

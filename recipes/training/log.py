@@ -157,8 +157,8 @@ class RunLog:
 
     def before(self, record: Mapping[str, Any]) -> dict[str, Any] | None:
         """Record of the epoch before the one of ``record``; None for the first, and on processes that do not log."""
-        found = self.records(record["step"] - 1) if self.active else []
-        return found[-1] if found else None
+        records = self.records(record["step"] - 1) if self.active else []
+        return records[-1] if records else None
 
     def epoch(self, record: dict[str, Any], last: bool = False) -> None:
         """Write the record of an epoch: a line and scalars; the curves after the last epoch and once a minute.

@@ -296,9 +296,9 @@ def train_seeds(
     missing = [str(folders[seed]) for seed, info in runs.items() if info is None]
     if missing:
         raise TrainingError(f"{missing[0]} holds no finished run: the same command resumes it")
-    found = {seed: info for seed, info in runs.items() if info is not None}
-    images = images_sha256(found[seeds[0]])
-    other = next((seed for seed in found if images_sha256(found[seed]) != images), None)
+    finished = {seed: info for seed, info in runs.items() if info is not None}
+    images = images_sha256(finished[seeds[0]])
+    other = next((seed for seed in finished if images_sha256(finished[seed]) != images), None)
     if other is not None:
         raise TrainingError(
             f"{folders[other]} was trained on other images than {folders[seeds[0]]}, so they have no mean: "
@@ -315,8 +315,8 @@ def train_seeds(
         with suppress(TrainingError):  # other settings: no run of this recipe
             wanted = load_recipe(recipe, [*(overrides or ()), f"seed={seed}"], profile)
             check_run(wanted, folder, resume=True)
-            found[seed], folders[seed] = info, folder
-    summary = seeds_summary(resolved.name, dict(sorted(found.items())), resolved.epochs)
+            finished[seed], folders[seed] = info, folder
+    summary = seeds_summary(resolved.name, dict(sorted(finished.items())), resolved.epochs)
     for folder in folders.values():
         amend_metadata(finished_run(folder), seeds=summary)
     write_atomically(parent / f"{resolved.name}.seeds.json", json.dumps(summary, indent=1) + "\n")

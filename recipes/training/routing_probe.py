@@ -47,15 +47,15 @@ class RoutingProbe:
     def measure(self, net: nn.Module) -> dict[str, Any]:
         """Statistics for an epoch's record: each routing layer's entropy and dead capsules, and the curve."""
         batches = ((batch.images, batch.labels) for batch in self.batches.epoch())
-        found = routing_stats(net, batches)
+        stats = routing_stats(net, batches)
         record: dict[str, Any] = {
-            "n": found.n,
-            "entropy": [_short(layer.entropy) for layer in found.layers],
-            "dead": [layer.dead for layer in found.layers],
+            "n": stats.n,
+            "entropy": [_short(layer.entropy) for layer in stats.layers],
+            "dead": [layer.dead for layer in stats.layers],
         }
-        if found.curve:
-            record["share"] = [_short(share) for share in found.curve.share]
-            record["length"] = [_short(length) for length in found.curve.length]
+        if stats.curve:
+            record["share"] = [_short(share) for share in stats.curve.share]
+            record["length"] = [_short(length) for length in stats.curve.length]
         return record
 
 

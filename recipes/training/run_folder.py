@@ -299,17 +299,17 @@ def first_difference(old: Any, new: Any) -> tuple[str, Any, Any]:
 
     Keys that fine-tuning derives from others come last.
     """
-    found = sorted(_differences(old, new, ""), key=lambda one: (one[0] in DERIVED_KEYS, one[0]))
-    return found[0] if found else ("", None, None)
+    differences = sorted(_differences(old, new, ""), key=lambda one: (one[0] in DERIVED_KEYS, one[0]))
+    return differences[0] if differences else ("", None, None)
 
 
 def _differences(old: Any, new: Any, prefix: str) -> list[tuple[str, Any, Any]]:
     if not (isinstance(old, dict) and isinstance(new, dict)):
         return [] if old == new else [(prefix, old, new)]
-    found = []
+    differences = []
     for key in old.keys() | new.keys():
-        found += _differences(old.get(key), new.get(key), f"{prefix}.{key}" if prefix else key)
-    return found
+        differences += _differences(old.get(key), new.get(key), f"{prefix}.{key}" if prefix else key)
+    return differences
 
 
 def read_sessions(out: Path) -> list[dict[str, Any]]:

@@ -100,8 +100,8 @@ def read_split(
     """A split of a data set, read by ``load_dataset``, and a line about each skipped image."""
     skipped: list[str] | None = [] if skip_bad else None
     options: dict[str, Any] = {"skipped": skipped, "framing": framing, "channels": channels}
-    found = load_dataset(name, split, root, size=size, resize=resize, **options)
-    return found, tuple(skipped or ())
+    dataset = load_dataset(name, split, root, size=size, resize=resize, **options)
+    return dataset, tuple(skipped or ())
 
 
 def load_data(
@@ -121,7 +121,7 @@ def load_data(
     framing = framing_of(settings.crop_mode, settings.mean, settings.value_range)
 
     def load(split: str) -> ImageSet | StreamedSet:
-        found, left_out = read(
+        dataset, left_out = read(
             settings.name,
             split,
             data,
@@ -132,7 +132,7 @@ def load_data(
             settings.channels,
         )
         skipped.extend(left_out)
-        channels = found.spec.input_size[0]
+        channels = dataset.spec.input_size[0]
         for key, values in (("mean", settings.mean), ("std", settings.std)):
             if values is None:
                 continue
@@ -140,8 +140,8 @@ def load_data(
                 raise RecipeError(
                     f"{recipe.name}: data.{key} has {len(values)} values for {channels} channels"
                 )
-            found = replace(found, spec=replace(found.spec, **{key: values}))  # type: ignore[arg-type]
-        return found
+            dataset = replace(dataset, spec=replace(dataset.spec, **{key: values}))  # type: ignore[arg-type]
+        return dataset
 
     whole = load("train")
     if (whole.spec.cropped or 0) > MUCH_CROPPED:
@@ -253,9 +253,9 @@ def create_net(recipe: Recipe, spec: DatasetSpec, initial: bool = True) -> nn.Mo
         raise
     except (TypeError, ValueError) as error:
         raise RecipeError(f"{recipe.name}: {error}") from error
-    found: Any = getattr(net, "pretrained_cfg", None) or {}
-    if found.get("architecture") != recipe.arch:
-        raise RecipeError(f"{recipe.name}: {init.weights} are weights of {found.get('architecture')}")
+    cfg: Any = getattr(net, "pretrained_cfg", None) or {}
+    if cfg.get("architecture") != recipe.arch:
+        raise RecipeError(f"{recipe.name}: {init.weights} are weights of {cfg.get('architecture')}")
     for key, value in source.metadata().model_args.items():
         # The net has it, but the metadata of the trained weights would not: they would be read as another net's.
         if key not in DATA_ARGS and key not in recipe.model_args:

@@ -66,10 +66,10 @@ def locate(name: str, where: str, data: str | Path | None) -> Path:
         if data
         else [itself, *(root / where for root in environment_roots())]
     )
-    found = next((place for place in places if place.is_dir()), None)
-    if found is None:
+    folder = next((place for place in places if place.is_dir()), None)
+    if folder is None:
         raise DataError(f"{name}: no such folder: {', '.join(dict.fromkeys(map(str, places)))}")
-    return found
+    return folder
 
 
 def folder_spec(
@@ -131,8 +131,8 @@ def encode_labels(labels: Sequence[Label], training: Iterable[Label], where: str
 
 def look_alike(name: str, known: Iterable[str]) -> str:
     """A note for an error about a name that is not known, if it only looks like a known one."""
-    found = ((one, spelling_difference(name, one)) for one in known)
-    one, difference = next(((one, difference) for one, difference in found if difference), ("", ""))
+    differences = ((one, spelling_difference(name, one)) for one in known)
+    one, difference = next(((one, difference) for one, difference in differences if difference), ("", ""))
     return f" (it differs from {one!r} in {difference})" if difference else ""
 
 

@@ -103,15 +103,15 @@ def open_hub(
     framing: Framing | None = None,
 ) -> ImageSet | StreamedSet:
     """A split of a Hub repository, downloaded earlier or now."""
-    found, folder = hub_splits(name, repository, data, download)  # raises an error if the library is missing
+    splits, folder = hub_splits(name, repository, data, download)  # raises an error if the library is missing
     import datasets
 
     names = SPLITS[split]
-    part = next((part for part in names if part in found), None)
+    part = next((part for part in names if part in splits), None)
     if part is None:
-        raise DataError(f"{name} has the splits {', '.join(found)}, none of {', '.join(names)}")
-    rows = found[part]
-    training = found["train"] if "train" in found else rows
+        raise DataError(f"{name} has the splits {', '.join(splits)}, none of {', '.join(names)}")
+    rows = splits[part]
+    training = splits["train"] if "train" in splits else rows
     image = next((key for key, kind in rows.features.items() if isinstance(kind, datasets.Image)), None)
     label = _label_column(rows)
     if image is None or label is None:
@@ -214,9 +214,9 @@ def hub_splits(
     read: Callable[..., Any] = datasets.load_dataset
     try:
         cache = writable_cache(cache_folder() / "datasets")
-        found = read(str(folder.absolute()), configuration or None, cache_dir=str(cache))
+        dataset = read(str(folder.absolute()), configuration or None, cache_dir=str(cache))
     except CapszooError as error:
         raise DataError(f"{name}: {error.message}", error.remedy) from error
     except Exception as error:  # the library raises many kinds of errors
         raise DataError(f"{name}: {first_line(error)}") from error
-    return {part: rows for part, rows in found.items() if not _is_unlabelled(rows)}, folder
+    return {part: rows for part, rows in dataset.items() if not _is_unlabelled(rows)}, folder

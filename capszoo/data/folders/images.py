@@ -122,9 +122,9 @@ def _no_split(name: str, folder: Path, missing: Sequence[str]) -> DataError:
     if any(sub.is_dir() for sub in folder.iterdir()):
         return DataError(f"{name}: {folder} has no sub-folder {' or '.join(missing)}")
     flat = sum(is_visible_image(file.name) for file in folder.iterdir())
-    found = f"holds {flat} images and" if flat else "has"
+    contents = f"holds {flat} images and" if flat else "has"
     return DataError(
-        f"{name}: {folder} {found} no class folders",
+        f"{name}: {folder} {contents} no class folders",
         "put the images of each class into a sub-folder of its name, or give a table of their labels (FILE.csv)",
     )
 
@@ -179,10 +179,10 @@ def split_folder(folder: Path, names: Sequence[str]) -> Path | None:
     """The sub-folder of a split; for the training split the folder itself, if it has classes but no splits."""
     if _classes_alone(folder):
         return folder if "train" in names else None
-    found = next((folder / name for name in names if (folder / name).is_dir()), None)
-    if found is None and "train" in names and not any((folder / name).is_dir() for name in SPLITS["test"]):
+    chosen = next((folder / name for name in names if (folder / name).is_dir()), None)
+    if chosen is None and "train" in names and not any((folder / name).is_dir() for name in SPLITS["test"]):
         return folder if any(sub.is_dir() for sub in folder.iterdir()) else None
-    return found
+    return chosen
 
 
 def _classes_alone(folder: Path) -> bool:
@@ -228,15 +228,15 @@ def _beside(folder: Path, root: Path, training: Path | None) -> dict[str, int]:
     """
     prefix = "" if root == folder else f"{root.name}/"
     loose = sum(is_visible_image(name) for name in os.listdir(root))
-    found = {f"{prefix}*": loose}
+    loose_files = {f"{prefix}*": loose}
     hidden = (sub for sub in root.iterdir() if sub.name.startswith(".") and sub.is_dir())
-    found |= {f"{prefix}{sub.name}": _images_below(sub) for sub in hidden}
+    loose_files |= {f"{prefix}{sub.name}": _images_below(sub) for sub in hidden}
     if training is not None and training != folder:
         used = {split_folder(folder, names) for names in SPLITS.values()}
         others = (kind for kind in _class_folders(folder) if folder / kind not in used)
-        found |= {kind: _images_below(folder / kind) for kind in others}
-        found |= {"*": sum(is_visible_image(name) for name in os.listdir(folder))}
-    return {place: found[place] for place in sorted(found) if found[place]}
+        loose_files |= {kind: _images_below(folder / kind) for kind in others}
+        loose_files |= {"*": sum(is_visible_image(name) for name in os.listdir(folder))}
+    return {place: loose_files[place] for place in sorted(loose_files) if loose_files[place]}
 
 
 def _images_below(folder: Path) -> int:
@@ -309,12 +309,12 @@ def _listed(root: Path, numbers: dict[str, int]) -> _Listed:
             below = sorted(str(path.relative_to(root)) for path in files_below(root / folders[kind]))
         except CapszooError as error:
             raise DataError(error.message, error.remedy) from error
-        found = [path for path in below if is_visible_image(path)]
+        images = [path for path in below if is_visible_image(path)]
         others = (path for path in below if not (is_visible_image(path) or _is_hidden(path)))
         if counts := Counter(map(suffix_of, others)):
             unread[kind] = counts
-        paths += found
-        targets += [label] * len(found)
+        paths += images
+        targets += [label] * len(images)
     return _Listed(tuple(paths), targets, unread)
 
 
@@ -341,11 +341,11 @@ def open_h_imagenet(
         expected = manifest["counts"]["train" if split == "train" else "val"]
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"{folder / 'h_imagenet.json'} is damaged ({error}): build the set again") from error
-    found = open_images(spec.name, folder, split, size, resize, spec, skipped, framing=framing)
-    if not skipped and len(found) != expected:
+    images = open_images(spec.name, folder, split, size, resize, spec, skipped, framing=framing)
+    if not skipped and len(images) != expected:
         raise DataError(
-            f"{folder} holds {len(found)} images of {spec.title} ({split}), its manifest says {expected}"
+            f"{folder} holds {len(images)} images of {spec.title} ({split}), its manifest says {expected}"
         )
     titles = manifest.get("titles", {})
-    named = tuple(titles.get(wnid, wnid) for wnid in found.spec.label_names)
-    return replace(found, spec=replace(found.spec, label_names=named))
+    named = tuple(titles.get(wnid, wnid) for wnid in images.spec.label_names)
+    return replace(images, spec=replace(images.spec, label_names=named))

@@ -125,4 +125,4 @@ def read_packed_parquet(
 
 def parquet_shards(folder: Path, names: Sequence[str]) -> list[Path]:
     """Parquet files in ``folder`` whose names begin with the first of ``names`` that has some; in order."""
-    return next((found for name in names if (found := sorted(folder.glob(f"{name}[-.]*parquet")))), [])
+    return next((shards for name in names if (shards := sorted(folder.glob(f"{name}[-.]*parquet")))), [])

@@ -41,10 +41,10 @@ def _locate(name: str, where: str, data: str | Path | None) -> Path:
     roots = [given_root(data)] if data else environment_roots()
     places = [root / where for root in roots]
     places.insert(len(places) if data else 0, expanded(where))
-    found = next((place for place in places if place.is_file()), None)
-    if found is None:
+    table = next((place for place in places if place.is_file()), None)
+    if table is None:
         raise DataError(f"{name}: no such file: {', '.join(dict.fromkeys(map(str, places)))}")
-    return found
+    return table
 
 
 def _read(table: Path, files: _Files | None = None) -> list[_Row]:
@@ -123,8 +123,8 @@ class _Files:
         name = _normal(named.replace("\\", "/").removeprefix("./"))
         if name in self.by_path:
             return self.by_path[name]
-        found = self.by_name.get(name, [])
-        return found[0] if len(found) == 1 else None
+        rows = self.by_name.get(name, [])
+        return rows[0] if len(rows) == 1 else None
 
 
 def _normal(name: str) -> str:
@@ -133,11 +133,11 @@ def _normal(name: str) -> str:
 
 def _splits(rows: Sequence[_Row]) -> dict[str, list[_Row]]:
     """Rows by split."""
-    found: dict[str, list[_Row]] = {}
+    rows_of: dict[str, list[_Row]] = {}
     spelled = {"training": "train", "testing": "test"} | {name: "val" for name in SPLITS["val"]}
     for row in rows:
-        found.setdefault(spelled.get(row.split, row.split), []).append(row)
-    return found
+        rows_of.setdefault(spelled.get(row.split, row.split), []).append(row)
+    return rows_of
 
 
 def table_splits(name: str, where: str, data: str | Path | None) -> set[str]:
@@ -192,21 +192,21 @@ def _found(table: Path, rows: Sequence[_Row], files: _Files, skipped: list[str] 
     Raises:
         DataError: an image is missing, unless ``skipped`` takes its line, or it stands there twice.
     """
-    found: dict[str, _Row] = {}
+    rows_of: dict[str, _Row] = {}
     missing = []
     for row in rows:
         path = files.find(row.file)
         if path is None:
             missing.append(f"{row.file[:200]!r} is the name of no image below {table.parent}, or of several")
-        elif path in found:
+        elif path in rows_of:
             raise DataError(f"{table} names {path} twice", "leave one row: an image has one label")
         else:
-            found[path] = _Row(path, row.label, row.split)
+            rows_of[path] = _Row(path, row.label, row.split)
     if missing and skipped is None:
         more = f" (and {len(missing) - 1:,} more)" if len(missing) > 1 else ""
         raise DataError(f"{table}: {missing[0]}{more}", "put the table beside its images, or use --skip-bad")
     if missing and skipped is not None:
         skipped.extend(f"{table.name}: {line}" for line in missing)
-    if not found:
+    if not rows_of:
         raise DataError(f"{table}: none of its {len(rows):,} images is below {table.parent}")
-    return list(found.values())
+    return list(rows_of.values())

@@ -71,15 +71,15 @@ def find_shards(name: str, where: str, data: str | Path | None) -> list[Path]:
         return expand_shards(name, locate(name, parent, data), last)
     folder = locate(name, where, data)
     subs = [sub for sub in folder.iterdir() if sub.name.casefold() in SPLIT_NAMES and sub.is_dir()]
-    found = sorted(
+    shards = sorted(
         path
         for place in (folder, *subs)
         for path in place.glob("*.tar")
         if not path.name.startswith(".")  # macOS's `._` files
     )
-    if not found:
+    if not shards:
         raise DataError(f"{name}: {folder} has no shards (train-*.tar, val-*.tar)")
-    return found
+    return shards
 
 
 def _stated_names(index: ShardIndex) -> list[str]:

@@ -33,8 +33,8 @@ def compiler() -> str:
 def _compiler(named: str, enabled: str) -> str:
     if os.name != "posix" or enabled == "0":
         return ""
-    found = (shutil.which(name) for name in (named, "g++", "clang++") if name)
-    return next((path for path in found if path), "")
+    compilers = (shutil.which(name) for name in (named, "g++", "clang++") if name)
+    return next((path for path in compilers if path), "")
 
 
 @functools.cache

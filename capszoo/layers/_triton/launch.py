@@ -44,23 +44,24 @@ def configs(name: str, dtype: torch.dtype, sizes: tuple[int, int, int, int]) -> 
     j, p, q, r = sizes
     least = 16 // p  # rows of a product
     share = 2 if dtype == torch.float32 else 1
-    found = [
+    tiles = [
         {"BN": max(least, numbers // (share * j * p * r)), "KB": max(DEPTH, q), "num_warps": warps}
         for numbers, warps in TILES[name]
     ]
-    return [tile for place, tile in enumerate(found) if tile not in found[:place]]
+    return [tile for place, tile in enumerate(tiles) if tile not in tiles[:place]]
 
 
 @functools.cache
 def _tuned(name: str, dtype: torch.dtype, sizes: tuple[int, int, int, int], bucket: int) -> Any:
     """The kernel with tiles for these (padded) sizes; ``bucket`` separates workloads of very different extent."""
     kernel = getattr(kernels, name)
-    found = configs(name, dtype, sizes)
+    candidates = configs(name, dtype, sizes)
     if INTERPRETED:
-        first = {key: value for key, value in found[0].items() if key != "num_warps"}
+        first = {key: value for key, value in candidates[0].items() if key != "num_warps"}
         return lambda grid: functools.partial(kernel[grid(first)], **first)
     choices = [
-        triton.Config({"BN": c["BN"], "KB": c["KB"]}, num_warps=c["num_warps"], num_stages=2) for c in found
+        triton.Config({"BN": c["BN"], "KB": c["KB"]}, num_warps=c["num_warps"], num_stages=2)
+        for c in candidates
     ]
     tuned = triton.autotune(choices, key=["J", "P", "Q", "R", "TYPES", "KERNEL", "COUPLINGS"])(kernel)
     return lambda grid: functools.partial(tuned[grid], **OPTIONS)
@@ -83,10 +84,10 @@ class Norm(NamedTuple):
     def check(self, e: int) -> None:
         if self.kind not in ("none", "layer"):
             raise ValueError(f"norm must be 'none' or 'layer', not {self.kind!r}")
-        found = [None if t is None else tuple(t.shape) for t in (self.weight, self.bias)]
-        if found != [(e,) if self.kind == "layer" else None] * 2:
+        shapes = [None if t is None else tuple(t.shape) for t in (self.weight, self.bias)]
+        if shapes != [(e,) if self.kind == "layer" else None] * 2:
             raise ValueError(
-                f"norm {self.kind!r} of poses of {e} numbers has no use for a weight and bias of shapes {found}"
+                f"norm {self.kind!r} of poses of {e} numbers has no use for a weight and bias of shapes {shapes}"
             )
 
     def tensors(self) -> tuple[Tensor | None, Tensor | None]:

@@ -93,11 +93,11 @@ class _NormSquash(torch.autograd.Function):
         refuse_batched_gradient(grad)
         n, *kept = saved
         norm, split = Norm(*kept, *ctx.how), (ctx.groups, -1)
-        found = torch.empty_like(n)
+        gradient = torch.empty_like(n)
         for block in _blocks(n):
             s = norm.relu(n[block]).unflatten(1, split)
-            found[block] = _gradient(grad[block].unflatten(1, split), s, squared_lengths(s, 2))
-        return (*norm.gradients(found, n), None, None)
+            gradient[block] = _gradient(grad[block].unflatten(1, split), s, squared_lengths(s, 2))
+        return (*norm.gradients(gradient, n), None, None)
 
 
 class _Branches(torch.autograd.Function):
@@ -124,8 +124,8 @@ class _Branches(torch.autograd.Function):
         for block in _blocks(out):
             parts = [y[block].unflatten(1, split) for y in branches]
             pair = torch.stack([s * squash_factor(squared_lengths(s, 2)) for s in parts], dim=2)
-            found = F.conv2d(pair.flatten(1, 3), coef, coef_bias, 1, 1, 1, coef_groups)
-            maps[block] = found.unflatten(1, (groups, 2)).unsqueeze(3)
+            convolved = F.conv2d(pair.flatten(1, 3), coef, coef_bias, 1, 1, 1, coef_groups)
+            maps[block] = convolved.unflatten(1, (groups, 2)).unsqueeze(3)
             grid = out[block].unflatten(1, split)
             torch.mul(pair[:, :, 0], maps[block, :, 0], out=grid).addcmul_(pair[:, :, 1], maps[block, :, 1])
         ctx.save_for_backward(coef, maps, *kept)
@@ -139,7 +139,7 @@ class _Branches(torch.autograd.Function):
         refuse_batched_gradient(grad)
         coef, maps, *kept = saved
         branches = [(kept[k], Norm(*kept[k + 1 : k + 5], *ctx.how[k // 5])) for k in (0, 5)]
-        found = [torch.empty_like(n) for n, _ in branches]
+        grads = [torch.empty_like(n) for n, _ in branches]
         grad_coef, grad_bias = torch.zeros_like(coef), coef.new_zeros(len(coef))
         for block in _blocks(grad):
             up = grad[block].unflatten(1, (ctx.groups, -1))
@@ -158,8 +158,8 @@ class _Branches(torch.autograd.Function):
             grad_pair = grad_pair.view_as(pair)
             for k in (0, 1):
                 grad_s = grad_pair[:, :, k].addcmul_(up, maps[block, :, k])
-                found[k][block] = _gradient(grad_s, parts[k], squares[k])
-        master, aide = (norm.gradients(g, n) for g, (n, norm) in zip(found, branches, strict=True))
+                grads[k][block] = _gradient(grad_s, parts[k], squares[k])
+        master, aide = (norm.gradients(g, n) for g, (n, norm) in zip(grads, branches, strict=True))
         return (master[0], aide[0], None, grad_coef, grad_bias, *master[1:], *aide[1:])
 
 

@@ -133,9 +133,9 @@ def _route_votes_backward(
         of_poses = None if grad_poses is None else grad_poses[block]
         of_couplings = None if grad_couplings is None else grad_couplings[:, block]
         known = given, couplings[:, block], totals[:, block]
-        found = _vote_gradients(some, *known, axis, of_poses, of_couplings, grad_start)
+        grads = _vote_gradients(some, *known, axis, of_poses, of_couplings, grad_start)
         into = room.product(block) if everything is None else everything[:, block]
-        into.unflatten(2, (room.out_caps, -1)).copy_(found.permute(2, 0, 1, 3))
+        into.unflatten(2, (room.out_caps, -1)).copy_(grads.permute(2, 0, 1, 3))
         if everything is None:
             accumulate(block, into)
     if everything is not None:
@@ -211,8 +211,8 @@ def _keep(ctx: Any, inputs: Tuple[Any, ...], output: Tuple[Tensor, ...]) -> None
 def _backward(ctx: Any, *given: Optional[Tensor]) -> Tuple[Optional[Tensor], ...]:
     saved = ctx.saved_tensors  # read once: activation checkpointing allows no second time
     start = saved[2]
-    found = _route_votes_backward(*saved, ctx.axis, given[0], given[1])
-    return found[0], found[1], None if start is None else found[2], None, None, None
+    grads = _route_votes_backward(*saved, ctx.axis, given[0], given[1])
+    return grads[0], grads[1], None if start is None else grads[2], None, None, None
 
 
 route_votes.register_autograd(_backward, setup_context=_keep)

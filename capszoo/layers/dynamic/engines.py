@@ -77,8 +77,8 @@ class Blocked(Engine):
             x, weight = inputs[0].to(_vote_type(call)), layer.weight.to(_vote_type(call))
             if call.grad:
                 axis = 1 if layer.softmax_over == "parents" else 2
-                found = route_votes(x, weight, layer.start, call.parents, call.num_iters, axis)
-                return _routed(found[0], found[1][-1], call)
+                routed = route_votes(x, weight, layer.start, call.parents, call.num_iters, axis)
+                return _routed(routed[0], routed[1][-1], call)
             poses, couplings, room = [], [], Blocks(x, weight, call.parents)
             for block in room.slices:
                 pose, coupling = dynamic_routing(

@@ -161,8 +161,8 @@ def em_windows(
 ) -> Tuple[Tensor, Tensor, Tensor]:
     """:func:`window_routing`, one block of windows at a time; couplings are empty unless requested."""
     settings = Settings(num_iters, lam_start, lam_step, var_floor, eps, normalize_cost)
-    found = _in_blocks(poses, activations, weight, beta_v, beta_a, settings, need_couplings)
-    return found[0], found[1], found[2] if need_couplings else poses.new_empty(0)
+    routed = _in_blocks(poses, activations, weight, beta_v, beta_a, settings, need_couplings)
+    return routed[0], routed[1], routed[2] if need_couplings else poses.new_empty(0)
 
 
 @em_windows.register_fake
@@ -196,8 +196,8 @@ def _em_windows_backward(
     settings = Settings(num_iters, lam_start, lam_step, var_floor, eps, normalize_cost)
     # autograd computes the gradients of the small steps in here, but an operator's kernel runs below autograd
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False):
-        found = _gradients(tensors, settings, (grad_poses, grad_logits, grad_couplings))
-    return found[0], found[1], found[2], found[3], found[4]
+        grads = _gradients(tensors, settings, (grad_poses, grad_logits, grad_couplings))
+    return grads[0], grads[1], grads[2], grads[3], grads[4]
 
 
 @_em_windows_backward.register_fake
@@ -213,8 +213,8 @@ def _keep(ctx: Any, inputs: Tuple[Any, ...], output: Tuple[Tensor, Tensor, Tenso
 
 def _backward(ctx: Any, *given: Optional[Tensor]) -> Tuple[Optional[Tensor], ...]:
     couplings = given[2] if ctx.need_couplings else None
-    found = _em_windows_backward(*ctx.saved_tensors, *ctx.settings, given[0], given[1], couplings)
-    return (*found, *[None] * 7)
+    grads = _em_windows_backward(*ctx.saved_tensors, *ctx.settings, given[0], given[1], couplings)
+    return (*grads, *[None] * 7)
 
 
 em_windows.register_autograd(_backward, setup_context=_keep)
@@ -289,14 +289,14 @@ def _transform_gradients(grad: Tensor, rows: Tensor, transforms: Tensor, transfo
     """Gradient of the poses, ``[n, i, d]``, from that of the votes; adds that of the transforms to the last tensor."""
     count, size, _, children = rows.shape
     grad = grad.view(count, -1, size, size, children)  # [n, j, p, r, i]
-    found = torch.zeros_like(rows)
+    gradient = torch.zeros_like(rows)
     for j in range(transforms.shape[0]):
         for r in range(size):
-            found.addcmul_(grad[:, j, :, r].unsqueeze(2), transforms[j, r])
+            gradient.addcmul_(grad[:, j, :, r].unsqueeze(2), transforms[j, r])
     for n in range(count):
         for p in range(size):
             transforms_grad.addcmul_(grad[n, :, p].unsqueeze(2), rows[n, p])
-    return found.flatten(1, 2).transpose(1, 2)
+    return gradient.flatten(1, 2).transpose(1, 2)
 
 
 def _sum_of_terms(terms: List[Tuple[Tensor, Tensor]], out: Tensor, add: bool = False) -> None:
