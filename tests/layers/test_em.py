@@ -177,17 +177,20 @@ def test_normalised_costs_span_five_and_keep_the_order() -> None:
 
 @pytest.mark.parametrize(("centre", "spread"), [(0.0, 1.0), (100.0, 30.0), (1000.0, 1.0), (0.0, 1e-3)])
 def test_float32_is_as_accurate_as_the_naive_form(centre: float, spread: float) -> None:
-    """Sums of squares do not cancel: the float32 error is within twice that of the form that subtracts first."""
+    """Sums of squares do not cancel: the float32 error is within twice that of the form that subtracts first.
+
+    The root mean square over 64 inputs: the largest error of a few depends on the processor's order of summation.
+    """
     generator = torch.Generator().manual_seed(4)
-    votes = centre + spread * torch.randn(2, 10, 3, 4, generator=generator)
-    activations = torch.rand(2, 10, generator=generator)
+    votes = centre + spread * torch.randn(64, 10, 3, 4, generator=generator)
+    activations = torch.rand(64, 10, generator=generator)
     beta_v, beta_a = torch.full((3,), -0.5), torch.zeros(3)
     exact = naive.route(votes.double(), activations.double(), beta_v.double(), beta_a.double(), 3)
     plain = naive.route(votes, activations, beta_v, beta_a, 3)
     poses, _, couplings = em_routing(votes.permute(0, 2, 1, 3), activations, beta_v, beta_a, 3)
     for fast, slow, right in ((poses, plain[0], exact[0]), (couplings.transpose(1, 2), plain[2], exact[2])):
-        error = (fast - right).abs().max()
-        assert error <= 2 * (slow - right).abs().max() + 4e-6 * right.abs().max()
+        error, of_naive = ((one - right).square().mean().sqrt() for one in (fast, slow))
+        assert error <= 2 * of_naive
 
 
 def test_refuses_zero_iterations() -> None:
