@@ -2,10 +2,13 @@
 
     python benchmarks/evidence.py --missing              # what has not been run, and about how long it takes
     python benchmarks/evidence.py                        # run it, the cheapest claim first; the same command resumes
-    python benchmarks/evidence.py few --minutes 20       # one claim, for about this long
+    python benchmarks/evidence.py pose few --minutes 20  # some claims, for about this long
     python benchmarks/evidence.py --scale full           # at a size for a GPU
 
 ``CAPSZOO_DATA`` names the folder of the data. Each run is kept when it ends, in benchmarks/results/evidence.
+
+Two kinds of runs. ``pose``, ``ood``, ``deletion`` and ``attack`` measure checkpoints of the zoo, as ``capszoo eval``
+does with the options of these names. ``rates``, ``few`` and ``rotation`` train networks of their own:
 
 Every head has one trunk (the CIFAR ResNet-20), one recipe, one number of updates, and in each seed the same images in
 the same order. The best of three learning rates is chosen for each head on validation images, by the claim ``rates``.
@@ -25,7 +28,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,15 +41,42 @@ from torch import nn
 from torch.nn import functional as F
 
 import capszoo
+from capszoo._pretrained.catalogue import checkpoints
 from capszoo._utils.devices import resolve_device
-from capszoo._utils.files import write_atomically
-from capszoo.data import Batches, ImageSet, keyed_generator, load_dataset, split_validation
+from capszoo._utils.files import read_npz, write_atomically
+from capszoo.data import (
+    DATASETS,
+    Batches,
+    DataError,
+    ImageSet,
+    keyed_generator,
+    load_dataset,
+    split_validation,
+)
 from capszoo.data.augment import Augment, affine_matrices, warp
 from capszoo.errors import CapszooError
-from capszoo.recipes.evaluation.metrics import count_correct
+from capszoo.recipes.evaluation.adversarial import adversarial
+from capszoo.recipes.evaluation.deletions import deletions
+from capszoo.recipes.evaluation.metrics import assess, count_correct
+from capszoo.recipes.evaluation.outliers import other_images, outliers
+from capszoo.recipes.evaluation.pose import pose_probe
+from capszoo.recipes.evaluation.report import rounded
+from capszoo.recipes.evaluation.target import EvalTarget, in_float32, prepare
 from capszoo.recipes.weights import hardware, source_commit
 
-__all__ = ["HEADS", "KEPT", "SCALES", "SEEDS", "Job", "Scale", "jobs", "kept", "missing", "train"]
+__all__ = [
+    "HEADS",
+    "KEPT",
+    "SCALES",
+    "SEEDS",
+    "Job",
+    "Measurement",
+    "Scale",
+    "jobs",
+    "kept",
+    "measure",
+    "train",
+]
 
 KEPT = ROOT / "benchmarks" / "results" / "evidence"
 
@@ -82,6 +112,8 @@ class Scale:
         few: images of each class.
         level: validation accuracy in per cent at which ``rotation`` compares heads besides the end.
         looks: validations during a run of ``rotation``.
+        measured: images of each measurement of a checkpoint, by claim.
+        steps: of APGD.
     """
 
     size: int
@@ -92,12 +124,51 @@ class Scale:
     few: tuple[int, ...]
     level: float
     looks: int
+    measured: dict[str, int]
+    steps: int
 
 
 SCALES = {
-    "small": Scale(16, 32, 120, 500, 2000, (10, 100, 1), 85.0, 8),
-    "full": Scale(28, 64, 2000, 5000, 10000, (10, 100, 1, 1000), 99.0, 20),
+    "small": Scale(
+        16, 32, 120, 500, 2000, (10, 100, 1), 85.0, 8, dict(pose=600, ood=500, deletion=20, attack=30), 10
+    ),
+    "full": Scale(
+        28,
+        64,
+        2000,
+        5000,
+        10000,
+        (10, 100, 1, 1000),
+        99.0,
+        20,
+        dict(pose=10000, ood=10000, deletion=1000, attack=1000),
+        50,
+    ),
 }
+
+#: Checkpoints of the heads on the CIFAR ResNet-20, which share a recipe of 60 epochs, and their heads.
+HEAD_CHECKPOINTS = {
+    "avg": "resnet20_routingpool.cifar10_avg",
+    "routing_pool": "resnet20_routingpool.cifar10",
+    "conv": "resnet20_conv.cifar10",
+    "dynamic": "resnet20_dynamic.cifar10",
+    "em": "resnet20_em.cifar10",
+    "idpa": "resnet20_idpa.cifar10",
+    "self_routing": "resnet20_selfrouting.cifar10",
+}
+#: Checkpoints for MNIST of the papers' networks, whose recipes differ.
+DIGIT_CHECKPOINTS = (
+    "cnn6.mnist",
+    "capsnet_dynamic.mnist",
+    "capsnet_em_norb_small.mnist",
+    "efficient_capsnet.mnist",
+    "encapnet6_master.mnist",
+    "idpa_cnn.mnist",
+    "resnet20_routingcaps.mnist",
+)
+#: Data set of the checkpoints -> another one, whose images are to be told from it; and the radii of the attacks.
+OTHERS = {"mnist": "fashion_mnist", "cifar10": "cifar100"}
+RADII = {"mnist": (0.1, 0.3), "cifar10": (2 / 255, 8 / 255)}
 
 
 @dataclass(frozen=True)
@@ -141,6 +212,30 @@ def jobs(scale: str) -> Iterator[Job]:
                 yield Job(scale, claim, setting, head, even, seed)
 
 
+@dataclass(frozen=True)
+class Measurement:
+    """One measurement of a checkpoint, by "pose", "ood", "deletion" or "attack"."""
+
+    scale: str
+    claim: str
+    model: str
+
+    @property
+    def key(self) -> str:
+        return f"{self.scale}/{self.model}"
+
+    @property
+    def images(self) -> int:
+        return SCALES[self.scale].measured[self.claim]
+
+
+def measurements(scale: str) -> Iterator[Measurement]:
+    """All measurements, the cheapest claim first."""
+    for claim in ("pose", "ood", "deletion", "attack"):
+        for model in (*HEAD_CHECKPOINTS.values(), *DIGIT_CHECKPOINTS):
+            yield Measurement(scale, claim, model)
+
+
 def kept(claim: str, folder: Path = KEPT) -> dict[str, dict[str, Any]]:
     """Key of a run to its record, of the finished runs of a claim."""
     path = folder / f"{claim}.json"
@@ -165,6 +260,23 @@ def best_rate(job: Job, folder: Path = KEPT) -> float | None:
             return None
         found[rate] = trials[trial.key]["validation"]
     return max(found, key=lambda rate: (found[rate], rate))
+
+
+#: Seconds of a core for each image of a measurement, where none was kept yet: seen on an AMD EPYC.
+PER_IMAGE = {"pose": 0.02, "ood": 0.01, "deletion": 3.0, "attack": 3.0}
+
+
+def missing_measurements(scale: str, folder: Path = KEPT) -> list[tuple[Measurement, float]]:
+    """Measurements that are not kept for the current file of the checkpoint, and about how long each takes."""
+    found = []
+    known = checkpoints(aliases=False)
+    for one in measurements(scale):
+        rows = kept(one.claim, folder)
+        paces = [row["seconds"] / row["images"] for key, row in rows.items() if key.startswith(f"{scale}/")]
+        if rows.get(one.key, {}).get("sha256") != known[one.model].sha256:
+            pace = statistics.median(paces) if paces else PER_IMAGE[one.claim]
+            found.append((one, pace * one.images))
+    return found
 
 
 def missing(scale: str, folder: Path = KEPT) -> list[tuple[Job, float]]:
@@ -308,38 +420,89 @@ def run(job: Job, data: str | Path | None, device: torch.device, folder: Path = 
     return record
 
 
+def _outliers_of(target: EvalTarget, data: str | Path | None, images: int) -> ImageSet:
+    """Images of the other data set: from its folder, else the 1,000 of tests/fixtures."""
+    name = OTHERS[target.images.spec.name]
+    try:
+        return other_images(target, name, data, images, 0)
+    except DataError:
+        path = ROOT / "tests" / "fixtures" / f"{name}_test_1000.npz"
+        arrays = read_npz(path, ["images", "labels"])
+        pixels = torch.from_numpy(arrays["images"]).reshape(-1, *DATASETS[name].input_size)
+        labels = torch.from_numpy(arrays["labels"]).long()
+        return ImageSet(DATASETS[name], "test", pixels[:images], labels[:images])
+
+
+@in_float32
+def measure(
+    one: Measurement, data: str | Path | None, device: torch.device, folder: Path = KEPT
+) -> dict[str, Any]:
+    """Measure a checkpoint and keep the record, which has what ``capszoo eval --json`` has."""
+    began = time.process_time() if device.type == "cpu" else time.monotonic()
+    target = prepare(one.model, data=data, limit=one.images, device=device)
+    result: Any
+    if one.claim == "pose":
+        result = asdict(pose_probe(target))
+    elif one.claim == "ood":
+        result = asdict(outliers(target, _outliers_of(target, data, one.images)))
+    elif one.claim == "deletion":
+        result = {"methods": [asdict(row) for row in deletions(target, most=one.images)]}
+    else:
+        steps = SCALES[one.scale].steps
+        result = asdict(adversarial(target, RADII[target.images.spec.name], steps=steps))
+    seconds = (time.process_time() if device.type == "cpu" else time.monotonic()) - began
+    record = {
+        "claim": one.claim,
+        "model": one.model,
+        "sha256": checkpoints(aliases=False)[one.model].sha256,
+        "dataset": target.images.spec.name,
+        "images": target.n,
+        "clean": assess(target).accuracy,
+        "seed": 0,
+        "result": rounded(result),
+        "seconds": round(seconds, 1),
+        "hardware": hardware(device),
+        "torch": torch.__version__,
+        "commit": source_commit(),
+    }
+    keep(one.claim, one.key, record, folder)
+    return record
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("claims", nargs="*", metavar="CLAIM", help="rates, few, rotation; default: all")
+    parser.add_argument("claims", nargs="*", metavar="CLAIM", help="default: all")
     parser.add_argument("--scale", choices=sorted(SCALES), default="small", help="size of the runs")
     parser.add_argument("--missing", action="store_true", help="print what is missing, and run nothing")
     parser.add_argument("--minutes", type=float, metavar="N", help="start no run after this many minutes")
     parser.add_argument("--data", metavar="FOLDER", help="folder of MNIST (default: CAPSZOO_DATA)")
     parser.add_argument("--device", metavar="NAME", help="default: a GPU if there is one")
     args = parser.parse_args(argv)
-    wanted = [
-        (job, seconds) for job, seconds in missing(args.scale) if not args.claims or job.claim in args.claims
+    everything: list[tuple[Measurement | Job, float]] = [
+        *missing_measurements(args.scale),
+        *missing(args.scale),
     ]
+    wanted = [(one, seconds) for one, seconds in everything if not args.claims or one.claim in args.claims]
     if args.missing:
-        for claim in dict.fromkeys(job.claim for job, _ in wanted):
-            left = [seconds for job, seconds in wanted if job.claim == claim]
+        for claim in dict.fromkeys(one.claim for one, _ in wanted):
+            left = [seconds for one, seconds in wanted if one.claim == claim]
             print(f"{claim}: {len(left)} runs of {args.scale} scale, about {sum(left) / 60:.0f} min")
-        print(
-            f"together about {sum(seconds for _, seconds in wanted) / 60:.0f} min of one core"
-            if wanted
-            else "nothing"
-        )
+        total = sum(seconds for _, seconds in wanted) / 60
+        print(f"together about {total:.0f} min of one core" if wanted else "nothing")
         return 0
     device, began = resolve_device(args.device), time.monotonic()
-    for job, _ in wanted:
+    data = args.data or os.environ.get("CAPSZOO_DATA")
+    for one, _ in wanted:
         if args.minutes is not None and time.monotonic() - began > 60 * args.minutes:
             break
-        record = run(job, args.data or os.environ.get("CAPSZOO_DATA"), device)
-        print(
-            job.claim, job.key, record.get("test", record["validation"]), f"{record['seconds']} s", flush=True
-        )
+        try:
+            record = run(one, data, device) if isinstance(one, Job) else measure(one, data, device)
+        except CapszooError as error:  # such as a library that is missing: the others are run all the same
+            print(f"left out: {one.claim} {one.key}: {error}", file=sys.stderr, flush=True)
+            continue
+        print(one.claim, one.key, f"{record['seconds']} s", flush=True)
     return 0
 
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from capszoo.data import DATASETS, ImageSet
-from tests.support import load_script
+from capszoo.recipes.evaluation.target import EvalTarget, prepare
+from tests.support import load_script, packed
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +32,7 @@ def tiny(evidence: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
         return ImageSet(replace(DATASETS["mnist"], input_size=(1, size, size)), split, images, labels)
 
     monkeypatch.setattr(evidence, "load_dataset", load)
-    monkeypatch.setitem(evidence.SCALES, "small", evidence.Scale(12, 8, 4, 40, 30, (2, 5), 0.0, 4))
+    monkeypatch.setitem(evidence.SCALES, "small", evidence.Scale(12, 8, 4, 40, 30, (2, 5), 0.0, 4, {}, 1))
     monkeypatch.setattr(evidence, "VARIANTS", [("avg", False), ("em", False), ("em", True)])
     return evidence
 
@@ -93,3 +94,27 @@ def test_the_rate_warms_up_and_ends_at_zero(evidence: Any) -> None:
     assert (
         rates[0] == pytest.approx(0.03) and max(rates) == rates[10] == pytest.approx(0.3) and rates[-1] < 1e-3
     )
+
+
+def test_a_measurement_is_repeated_for_another_file(
+    tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = "resnet20_routingcaps.mnist"
+    scale = replace(tiny.SCALES["small"], measured={"pose": 24, "ood": 24, "deletion": 2, "attack": 2})
+    monkeypatch.setitem(tiny.SCALES, "small", scale)
+    digits = packed(tiny.ROOT, "mnist")
+
+    def prepared(name: str, **options: Any) -> EvalTarget:
+        return prepare(name, digits, limit=options["limit"], device="cpu")
+
+    monkeypatch.setattr(tiny, "prepare", prepared)
+    before = {one.key for one, _ in tiny.missing_measurements("small", tmp_path) if one.claim == "pose"}
+    record = tiny.measure(tiny.Measurement("small", "pose", model), None, torch.device("cpu"), tmp_path)
+    assert record["images"] == 24 and record["result"]["n"] == 12 and record["dataset"] == "mnist"
+    after = {one.key for one, _ in tiny.missing_measurements("small", tmp_path) if one.claim == "pose"}
+    assert before - after == {f"small/{model}"}
+    tiny.keep("pose", f"small/{model}", record | {"sha256": "of an earlier file"}, tmp_path)
+    again = {one.key for one, _ in tiny.missing_measurements("small", tmp_path) if one.claim == "pose"}
+    assert again == before
+    other = tiny._outliers_of(prepared(model, limit=4), tmp_path, 5)
+    assert other.spec.name == "fashion_mnist" and other.images.shape == (5, 1, 28, 28)

@@ -50,9 +50,18 @@ class DeletionScore:
 
 
 def deletions(
-    target: EvalTarget, seed: int = 0, progress: Callable[[int], None] | None = None
+    target: EvalTarget,
+    seed: int = 0,
+    progress: Callable[[int], None] | None = None,
+    most: int | None = None,
 ) -> tuple[DeletionScore, ...]:
     """Test the maps of couplings, gradient × pixel and occlusion; ``progress`` is called for each image of each map.
+
+    Args:
+        target: the model and the images.
+        seed: of the random orders.
+        progress: see above.
+        most: largest number of images; None: ``DELETION_IMAGES``.
 
     Raises:
         CapszooError: captum is missing, or fewer than two images have anything to blacken.
@@ -62,12 +71,13 @@ def deletions(
     if target.images.spec.multi_label:
         raise UsageError("the deletion test needs images with one label", "leave --deletion out")
     require_captum("gradient")
+    wanted = DELETION_IMAGES if most is None else most
     images: list[Tensor] = []
     for batch in target.batches(None):
         images.extend(batch.images.cpu())
-        if len(images) >= DELETION_IMAGES:
+        if len(images) >= wanted:
             break
-    images = images[:DELETION_IMAGES]
+    images = images[:wanted]
 
     def counted() -> Iterator[Tensor]:
         for image in images:
