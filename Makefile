@@ -4,7 +4,7 @@ VENV ?= .venv
 # Test processes; each runs on one thread.
 JOBS ?= 2
 PY := $(VENV)/bin/python
-# NVIDIA's TensorRT-RTX, for test-trt-rtx alone: a folder of its own, never in $(VENV).
+# NVIDIA's TensorRT-RTX and Torch-TensorRT, for test-trt-rtx alone: a folder of its own, never in $(VENV).
 RTX ?= .trt-rtx
 STAMP := $(VENV)/.installed
 # The environment of the site and the app: their libraries alone, $(VENV)'s packages behind them.
@@ -24,7 +24,7 @@ help:
 	@echo "make test          lint, types and the quick tests (8 minutes on 2 idle cores)"
 	@echo "make test-slow     the exhaustive sweeps, then test-site, test-ray and test-runtimes"
 	@echo "make test-timm     timm's own model tests, unmodified, on our models"
-	@echo "make test-trt-rtx  NVIDIA's TensorRT-RTX parses and builds every model (downloads 150 MB under NVIDIA's licence)"
+	@echo "make test-trt-rtx  NVIDIA's TensorRT-RTX and Torch-TensorRT convert and build every model (downloads 100 MB under NVIDIA's licence)"
 	@echo "make site          the documentation site, in build/site (needs npm and Python 3.11 or newer)"
 	@echo "make test-site     tests of site, notebooks and app, in Chromium (part of test-slow)"
 	@echo "make test-ray      tests on a local Ray cluster (part of test-slow; downloads 200 MB)"
@@ -104,7 +104,7 @@ $(RTX)/.installed: scripts/setup_rtx.sh $(STAMP)
 
 # ARGS narrows it down: make test-trt-rtx ARGS="-k idpa"
 test-trt-rtx: $(RTX)/.installed
-	$(TEST_ENV) LD_LIBRARY_PATH=$(RTX)/lib PYTHONPATH=$(RTX) CAPSZOO_RTX_RESULTS=benchmarks/results/trt_rtx.json \
+	$(TEST_ENV) PYTHONPATH=$(RTX) CAPSZOO_RTX_RESULTS=benchmarks/results/trt_rtx.json \
 		$(PY) -m pytest tests/export -m rtx -n $(JOBS) --dist worksteal --timeout 3600 $(ARGS)
 
 bench: $(STAMP)

@@ -20,18 +20,6 @@ pytest.importorskip("onnxscript")
 
 pytestmark = pytest.mark.slow
 
-#: One model a routing.
-NAMES = (
-    "capsnet_dynamic",
-    "capsnet_em_norb_small",
-    "efficient_capsnet",
-    "encapnet6_master",
-    "resnet20_idpa",
-    "resnet20_routingcaps",
-    "resnet20_routingpool",
-    "resnet20_selfrouting",
-)
-
 Run = Callable[[np.ndarray], np.ndarray]
 
 
@@ -71,7 +59,7 @@ def check(model: torch.nn.Module, run: Run, tolerance: float) -> None:
         assert found.passed(tolerance), f"batch {batch}: {found.relative:.1e} of the largest output"
 
 
-@pytest.fixture(scope="module", params=NAMES)
+@pytest.fixture(scope="module", params=zoo.PER_ROUTING)
 def exported(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, torch.nn.Module]:
@@ -95,7 +83,7 @@ def test_a_reader_gives_the_same_scores(
     check(model, reader(path), tolerance)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", zoo.PER_ROUTING)
 def test_core_ml_converts(name: str) -> None:
     ct = of_environment("coremltools")
     program = prepare(zoo.small(name).eval(), batch=1).trace().run_decompositions({})

@@ -1,8 +1,15 @@
-"""The Torch-TensorRT path against an imitation of its documented API; the real one where it and a GPU are at hand."""
+"""The Torch-TensorRT path: the library converts and builds (``make test-trt-rtx``), and its errors, imitated."""
 
 from __future__ import annotations
 
+import copy
+import importlib
+import importlib.util
+import sys
 import types
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -11,27 +18,17 @@ import torch
 from capszoo.errors import UsageError
 from capszoo.export import to_torch_tensorrt
 from capszoo.export.to_onnx import ExportError
-from capszoo.export.to_tensorrt import BuildOptions
+from capszoo.export.to_tensorrt import BuildOptions, find_rtx
 from capszoo.export.to_torch_tensorrt import compile_module, find_torch_tensorrt
+from tests.support import zoo
 from tests.support.errors import refuses
 from tests.support.toys import ToyCaps
 
 
-def fake(wrong: bool = False, fails: bool = False, strong_only: bool = False) -> Any:
-    """What the code uses of torch_tensorrt; ``fake.calls`` holds the arguments of each compilation."""
+def fake(wrong: bool = False, fails: bool = False) -> Any:
+    """What the code uses of an older release; ``fake.calls`` holds the arguments of each compilation."""
     trt: Any = types.ModuleType("torch_tensorrt")
     trt.calls = []
-
-    class Input:
-        def __init__(self, shape: Any = None, *, dtype: Any, **shapes: Any) -> None:
-            self.shape, self.dtype, self.shapes = shape, dtype, shapes
-
-    def compiled(program: torch.export.ExportedProgram, inputs: Any, arguments: dict[str, Any]) -> Any:
-        if fails:
-            raise RuntimeError("no converter\nfor aten.nothing")
-        trt.calls.append((program, inputs[0], arguments))
-        module = program.module()
-        return (lambda x: module(x) + 1) if wrong else module
 
     def compile_(
         exported_program: Any,
@@ -46,72 +43,30 @@ def fake(wrong: bool = False, fails: bool = False, strong_only: bool = False) ->
         use_explicit_typing: bool = False,
         disable_tf32: bool = False,
     ) -> Any:
-        given = dict(locals())
-        return compiled(given.pop("exported_program"), given.pop("inputs"), given)
+        if fails:
+            raise RuntimeError("no converter\nfor aten.nothing")
+        trt.calls.append(dict(locals()))
+        module = exported_program.module()
+        return (lambda x: module(x) + 1) if wrong else module
 
-    def newer(
-        exported_program: Any,
-        inputs: Any = None,
-        *,
-        workspace_size: int = 0,
-        optimization_level: int | None = None,
-        version_compatible: bool = False,
-        hardware_compatible: bool = False,
-        disable_tf32: bool = False,
-    ) -> Any:
-        given = dict(locals())
-        return compiled(given.pop("exported_program"), given.pop("inputs"), given)
-
-    trt.Input = Input
-    trt.dynamo = types.SimpleNamespace(compile=newer if strong_only else compile_)
+    trt.Input = lambda shape=None, *, dtype, **shapes: types.SimpleNamespace(
+        shape=shape, dtype=dtype, **shapes
+    )
+    trt.dynamo = types.SimpleNamespace(compile=compile_)
     return trt
 
 
-def test_a_module_with_a_batch_profile() -> None:
-    trt, model = fake(), ToyCaps(2).eval()
-    fast = compile_module(model, batch=(1, 3, 4), device="cpu", torch_tensorrt=trt)
-    x = torch.randn(3, 1, 10, 10)
-    assert torch.allclose(fast(x), model(x), atol=1e-5)
-    ((program, given, arguments),) = trt.calls
-    assert isinstance(program, torch.export.ExportedProgram)
-    assert given.shapes == {
-        "min_shape": (1, 1, 10, 10),
-        "opt_shape": (3, 1, 10, 10),
-        "max_shape": (4, 1, 10, 10),
-    }
-    assert program.example_inputs[0][0].shape[0] == 3, (
-        "the usual batch, which the library takes as the optimum"
-    )
-    assert given.dtype is torch.float32 and arguments["use_explicit_typing"] is True
-    assert arguments["workspace_size"] == 4096 << 20 and arguments["immutable_weights"] is True
-    assert arguments["disable_tf32"] is True, "the gate of fp32 allows no rounding to 10 bits"
-
-
-def test_options_a_fixed_batch_and_uint8() -> None:
+def test_build_options_and_the_types_of_older_releases() -> None:
+    """The real library of the tests below types a network strongly without being told so."""
     trt = fake()
     options = BuildOptions(
         workspace_mib=8, optimization_level=5, timing_cache="t", refit=True, hardware_compatible=True
     )
-    outputs = ("scores", "couplings")
-    compile_module(
-        ToyCaps(2).eval(),
-        batch=3,
-        uint8_input=True,
-        outputs=outputs,
-        options=options,
-        device="cpu",
-        torch_tensorrt=trt,
-    )
-    ((_, given, arguments),) = trt.calls
-    assert given.shape == (3, 1, 10, 10) and given.dtype is torch.uint8
+    compile_module(ToyCaps(2).eval(), batch=3, options=options, device="cpu", torch_tensorrt=trt)
+    (arguments,) = trt.calls
+    assert arguments["use_explicit_typing"] is True and arguments["workspace_size"] == 8 << 20
     assert arguments["timing_cache_path"] == "t" and arguments["immutable_weights"] is False
     assert arguments["optimization_level"] == 5 and arguments["hardware_compatible"] is True
-
-
-def test_a_release_without_the_older_options() -> None:
-    trt = fake(strong_only=True)
-    compile_module(ToyCaps(1).eval(), batch=2, precision="fp16", device="cpu", torch_tensorrt=trt)
-    assert "use_explicit_typing" not in trt.calls[0][2]
 
 
 @pytest.mark.parametrize(
@@ -136,6 +91,116 @@ def test_absent(monkeypatch: pytest.MonkeyPatch) -> None:
         compile_module(ToyCaps(1), torch_tensorrt=fake())
     with pytest.raises(UsageError, match="no int8"):
         compile_module(ToyCaps(1), precision="int8")
+
+
+# -- the real library, which converts and builds without a GPU (make test-trt-rtx) ---------------------------------
+
+
+@dataclass
+class Built:
+    """An engine that the library built: its optimisation profile, its bytes, and how many layers have which type."""
+
+    profile: list[tuple[int, ...]]
+    types: Counter[str]
+    num_bytes: int = 0
+
+
+class Kept:
+    """In place of TensorRT's runtime, which needs a GPU to read an engine: it keeps the bytes."""
+
+    def __init__(self, logger: Any) -> None:
+        pass
+
+    def deserialize_cuda_engine(self, data: Any) -> Any:
+        return types.SimpleNamespace(serialize=lambda: data, get_aliased_input_tensor=lambda name: None)
+
+
+@pytest.fixture(scope="module")
+def real() -> Iterator[tuple[Any, list[Built]]]:
+    """Torch-TensorRT on TensorRT-RTX, and the engines that it built.
+
+    It converts and builds for a GPU of compute capability 8.9. In place of each engine the module that it returns
+    keeps the graph that was converted, so that the gate compares what the library's passes made of the model, on the
+    CPU, with the original.
+    """
+    if find_rtx() is None or importlib.util.find_spec("torch_tensorrt") is None:
+        pytest.skip("needs Torch-TensorRT on TensorRT-RTX: make test-trt-rtx brings and runs it")
+    built: list[Built] = []
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {
+            "get_device_capability": (8, 9),
+            "current_device": 0,
+            "get_device_name": "none",
+            "mem_get_info": (16 << 30, 16 << 30),
+            "empty_cache": None,
+        }.items():
+            patch.setattr(torch.cuda, name, lambda *device, value=value: value)
+        rtx: Any = importlib.import_module("tensorrt_rtx_bindings")
+        patch.setitem(sys.modules, "tensorrt_rtx", rtx)  # the name that it imports
+        patch.setitem(sys.modules, "tensorrt", None)  # it puts RTX there, for as long as these tests run
+        library = importlib.import_module("torch_tensorrt")
+        for name, module in list(sys.modules.items()):
+            if name.startswith("torch_tensorrt") and hasattr(module, "to_torch_device"):
+                patch.setattr(module, "to_torch_device", lambda device: torch.device("cpu"))
+        patch.setattr(rtx, "Runtime", Kept)
+        compiler = importlib.import_module("torch_tensorrt.dynamo._compiler")
+        interpreter = importlib.import_module(
+            "torch_tensorrt.dynamo.conversion._TRTInterpreter"
+        ).TRTInterpreter
+        interpret = importlib.import_module("torch_tensorrt.dynamo.conversion").interpret_module_to_result
+        configured = interpreter._populate_trt_builder_config
+
+        def configure(self: Any, *arguments: Any, **options: Any) -> Any:
+            config = configured(self, *arguments, **options)
+            config.num_compute_capabilities = 1
+            config.set_compute_capability(rtx.ComputeCapability.SM89, 0)
+            (name,) = self._input_names
+            (profile,) = self.optimization_profiles or [None]
+            layers = [self.ctx.net.get_layer(i).get_output(0) for i in range(self.ctx.net.num_layers)]
+            shapes = [tuple(shape) for shape in profile.get_shape(name)] if profile else []
+            built.append(Built(shapes, Counter(str(output.dtype) for output in layers)))
+            return config
+
+        def convert(module: Any, inputs: Any, settings: Any, name: str = "", engine_cache: Any = None) -> Any:
+            graph = copy.deepcopy(module)  # the library takes the weights out of the one that it converts
+            engine = interpret(module, inputs, settings, engine_cache=engine_cache).serialized_engine
+            built[-1].num_bytes = len(engine)
+            graph.set_output_tensors_as_unowned = lambda unowned: None  # the library's modules have it
+            return graph
+
+        patch.setattr(interpreter, "_populate_trt_builder_config", configure)
+        patch.setattr(compiler, "convert_module", convert)
+        yield library, built
+
+
+@pytest.mark.rtx
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("name", zoo.PER_ROUTING)
+def test_each_routing_is_converted_and_built(
+    name: str, precision: str, real: tuple[Any, list[Built]]
+) -> None:
+    library, built = real
+    model = zoo.small(name)
+    zoo.calibrate(model)
+    built.clear()
+    compiled = compile_module(
+        model.eval(), batch=(1, 8, 32), precision=precision, device="cpu", torch_tensorrt=library
+    )
+    (engine,) = built
+    assert engine.profile == [(batch, model.in_chans, *model.img_size) for batch in (1, 8, 32)]
+    left = [node.target for node in compiled.graph.nodes if node.op not in ("placeholder", "output")]  # type: ignore[union-attr]
+    assert left == ["_run_on_acc_0"], "no operator is left to PyTorch"
+    assert engine.num_bytes > 0 and engine.types["DataType.FLOAT"]  # norms and softmax, in half precision too
+    assert bool(engine.types["DataType.HALF"]) == (precision == "fp16")
+
+
+@pytest.mark.rtx
+def test_a_fixed_batch_of_uint8_with_couplings(real: tuple[Any, list[Built]]) -> None:
+    library, built = real
+    built.clear()
+    model, outputs = ToyCaps(2).eval(), ("scores", "couplings")
+    compile_module(model, batch=3, uint8_input=True, outputs=outputs, device="cpu", torch_tensorrt=library)
+    assert len(built) == 1 and built[0].profile == []
 
 
 @pytest.mark.gpu

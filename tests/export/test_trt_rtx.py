@@ -32,8 +32,6 @@ pytestmark = [
     ),
 ]
 
-PER_ROUTING = ("capsnet_dynamic", "capsnet_em_norb_small", "encapnet6", "idpa_resnet", "resnet20_routingpool")
-
 
 def build(model: nn.Module, folder: Path, **options: Any) -> to_onnx.GateStep:
     """Export without the gate (other tests have it) and give the graph to the parser and builder."""
@@ -65,7 +63,7 @@ def note(name: str, precision: str, passed: bool, detail: str, seconds: float) -
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-@pytest.mark.parametrize("name", PER_ROUTING)
+@pytest.mark.parametrize("name", zoo.PER_ROUTING)
 def test_one_per_routing(name: str, precision: str, tmp_path: Path) -> None:
     step = build(zoo.small(name), tmp_path, precision=precision)
     assert step.passed and "for SM89" in step.detail

@@ -69,6 +69,18 @@ REPRESENTATIVES = (
     "resnet20_selfrouting",
 )
 
+#: One model a routing, for tests of what takes seconds a model.
+PER_ROUTING = (
+    "capsnet_dynamic",
+    "capsnet_em_norb_small",
+    "efficient_capsnet",
+    "encapnet6_master",
+    "resnet20_idpa",
+    "resnet20_routingcaps",
+    "resnet20_routingpool",
+    "resnet20_selfrouting",
+)
+
 #: Models for larger images are built for 32x32.
 MAX_SIZE = 40
 
