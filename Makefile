@@ -11,7 +11,7 @@ STAMP := $(VENV)/.installed
 DOCS ?= .venv-docs
 # The environment of the tests for Ray and WebDataset, likewise.
 RAY ?= .venv-ray
-# The environment of the tests of other readers of ONNX files, likewise.
+# The environment of the tests of other runtimes, likewise.
 RUNTIMES ?= .venv-runtimes
 
 # One thread a process: two pytest workers with two threads each are slower than two with one.
@@ -28,7 +28,7 @@ help:
 	@echo "make site          the documentation site, in build/site (needs npm and Python 3.11 or newer)"
 	@echo "make test-site     tests of site, notebooks and app, in Chromium (part of test-slow)"
 	@echo "make test-ray      tests on a local Ray cluster (part of test-slow; downloads 200 MB)"
-	@echo "make test-runtimes other readers of our graphs: OpenVINO, onnxsim, Core ML; attacks by ART (part of test-slow; downloads 150 MB)"
+	@echo "make test-runtimes other runtimes: OpenVINO, Core ML, ExecuTorch, Triton, transformers; attacks by ART (part of test-slow; downloads 300 MB)"
 	@echo "make lint          ruff and mypy alone"
 	@echo "make bench         time and memory of each model against a CIFAR ResNet-18"
 	@echo "make gpu           everything that needs a GPU, in steps that a second call goes on with (docs/dev/gpu.md)"

@@ -29,6 +29,7 @@ __all__ = [
     "PRECISIONS",
     "RUNTIMES",
     "TOLERANCES",
+    "TRITON_BACKENDS",
     "BuildOptions",
     "BundleOptions",
     "ExportOptions",
@@ -50,6 +51,9 @@ GATES = ("full", "quick")
 
 #: Targets of an ONNX file.
 RUNTIMES = ("cpu", "gpu")
+
+#: Backends of Triton Inference Server.
+TRITON_BACKENDS = ("onnxruntime", "tensorrt", "python")
 
 #: Share of the images that measure int8 which may be calibration images, too: data sets have duplicates.
 MAX_SHARED = 0.01
@@ -253,13 +257,17 @@ class BundleOptions(ExportOptions):
     Attributes:
         source: the name with which ``capszoo.inference.load_model`` finds the model again.
         formats: any of :data:`FORMATS`. The ONNX file is always written, because the gate runs on it.
-        triton: add a model repository for Triton Inference Server.
+        triton: add model repositories for Triton Inference Server.
+        triton_backends: their backends, any of :data:`TRITON_BACKENDS`; empty: ``onnxruntime``, and ``tensorrt`` with
+            that format. ``python`` is a file of ours that runs the ONNX file on the CPU, for a Triton without the
+            backend ``onnxruntime``.
         engine: settings for building a TensorRT engine.
     """
 
     source: str = ""
     formats: Sequence[str] = ("onnx",)
     triton: bool = False
+    triton_backends: Sequence[str] = ()
     engine: BuildOptions = field(default_factory=BuildOptions)
 
     def __post_init__(self) -> None:
@@ -281,12 +289,34 @@ class BundleOptions(ExportOptions):
                 f"TensorRT's parser is not known to support opset {self.onnx_opset}",
                 f"ask for {MAX_TENSORRT_OPSET} or less",
             )
+        if self.triton_backends:
+            self._check_triton()
         smallest, _, largest = self.profile
         if self.triton and 1 < smallest < largest:
             raise UsageError(
                 f"Triton may send fewer than {smallest} images",
                 "give 1 as the smallest batch, or fix the batch",
             )
+
+    def _check_triton(self) -> None:
+        _each_of("Triton backend", self.triton_backends, TRITON_BACKENDS)
+        if not self.triton:
+            raise UsageError("Triton backends do nothing without a model repository", "add triton=True")
+        if "tensorrt" in self.triton_backends and "tensorrt" not in self.formats:
+            raise UsageError("Triton's backend tensorrt serves an engine", "add the format tensorrt")
+        if "python" in self.triton_backends and self.precision == "bf16":
+            raise UsageError(
+                "Triton's backend python runs on the CPU, where ONNX Runtime has no bf16",
+                "export fp16 or fp32, or take another backend",
+            )
+
+    @property
+    def triton_repositories(self) -> tuple[str, ...]:
+        """The backends that a model repository is written for."""
+        if not self.triton:
+            return ()
+        usual = ("onnxruntime", *(["tensorrt"] if "tensorrt" in self.formats else []))
+        return tuple(dict.fromkeys(self.triton_backends)) or usual
 
     @property
     def target(self) -> str:

@@ -36,7 +36,9 @@ def find_torch_tensorrt() -> Any | None:
     """Torch-TensorRT, or None."""
     try:
         return importlib.import_module("torch_tensorrt")
-    except Exception:  # without its libraries, its torch or a driver it raises several kinds, Exception itself too
+    except (
+        Exception
+    ):  # without its libraries, its torch or a driver it raises several kinds, Exception itself too
         return None
 
 

@@ -27,8 +27,10 @@ ray)
     set -- 'ray[data]>=2.40' 'webdataset>=0.2'
     ;;
 runtimes)
-    what="OpenVINO, onnxsim, coremltools and the robustness toolbox into $folder (400 MB)"
-    set -- 'openvino>=2026.0' 'onnxsim>=0.6' 'coremltools>=9.0' 'adversarial-robustness-toolbox>=1.18'
+    what="OpenVINO, onnxsim, coremltools, ExecuTorch, transformers, Triton's server and the robustness toolbox"
+    what="$what into $folder (900 MB)"
+    set -- 'openvino>=2026.0' 'onnxsim>=0.6' 'coremltools>=9.0' 'executorch>=1.5' 'transformers>=5.0' \
+        'adversarial-robustness-toolbox>=1.18'
     ;;
 *) fail "unknown part '$part': site, ray or runtimes" ;;
 esac
@@ -46,3 +48,9 @@ printf '%s\n' "$project" >"$own/zz_project.pth"
 echo "installing $what"
 "$folder/bin/python" -m pip install --quiet --disable-pip-version-check "$@" ||
     fail "the installation failed; pip's message stands above (is the package registry reachable?)"
+if [ "$part" = runtimes ]; then
+    # a folder of its own: the server's Python backend needs numpy 1
+    "$folder/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps --upgrade \
+        --target "$folder/triton" 'nvidia-pytriton==0.7.0' 'numpy<2' ||
+        fail "the installation failed; pip's message stands above (is the package registry reachable?)"
+fi

@@ -93,6 +93,15 @@ def export_command(
         ),
     ] = None,
     triton: Annotated[bool, _output("--triton", help="Add a Triton model repository.")] = False,
+    triton_backend: Annotated[
+        str,
+        _output(
+            help="Backend of --triton: onnxruntime, tensorrt, python; several with commas, each in its repository "
+            "(default: onnxruntime, and tensorrt with its format).",
+            metavar="NAME",
+            show_default=False,
+        ),
+    ] = "",
     timing_cache: Annotated[
         Path | None,
         _tensorrt(
@@ -163,6 +172,8 @@ def export_command(
         refuse_unused(context, ["data", "skip_bad"], "without images", "add --verify-data")
     elif not any(place and is_data_set(place) for place in (images, calibrate)):
         refuse_unused(context, ["data"], "on a folder of images", "leave it out")
+    if not triton:
+        refuse_unused(context, ["triton_backend"], "without a model repository", "add --triton")
     from ..export.options import BuildOptions, BundleOptions, ExportOptions
 
     shared: dict[str, Any] = dict(
@@ -188,7 +199,14 @@ def export_command(
     options: ExportOptions = (
         ExportOptions(**shared)
         if alone
-        else BundleOptions(**shared, source=model, formats=kinds, triton=triton, engine=engine)
+        else BundleOptions(
+            **shared,
+            source=model,
+            formats=kinds,
+            triton=triton,
+            triton_backends=[word.strip() for word in triton_backend.split(",") if word],
+            engine=engine,
+        )
     )
     _check_int8_options(options.precision, calibrate, images)
     load: dict[str, Any] = dict(pretrained=pretrained, **given(img_size=parse_size(img_size)))

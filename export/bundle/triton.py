@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 from ..report import ExportReport
@@ -11,22 +12,37 @@ from ..to_tensorrt import PLAN
 __all__ = ["write_triton"]
 
 
-def write_triton(folder: Path, name: str, report: ExportReport, classes: int, tensorrt: bool) -> None:
-    """Write model repositories: ``triton`` for ONNX Runtime, ``triton-tensorrt`` for the engine."""
-    repositories = [("triton", 'backend: "onnxruntime"', "model.onnx")]
-    if tensorrt:
-        repositories.append(("triton-tensorrt", 'platform: "tensorrt_plan"', "model.plan"))
-    for repository, backend, file in repositories:
+def write_triton(folder: Path, name: str, report: ExportReport, backends: Sequence[str]) -> list[str]:
+    """Write a model repository for each of :data:`capszoo.export.options.TRITON_BACKENDS` that is asked for.
+
+    Returns:
+        The repositories' folders: ``triton`` for ONNX Runtime, ``triton-NAME`` for another backend.
+    """
+    repositories = []
+    for backend in backends:
+        repository = "triton" if backend == "onnxruntime" else f"triton-{backend}"
         place = folder / repository / name
         (place / "1").mkdir(parents=True)
-        (place / "config.pbtxt").write_text(_triton_config(name, backend, file, report), encoding="utf-8")
+        (place / "config.pbtxt").write_text(_triton_config(name, backend, report), encoding="utf-8")
         shutil.copyfile(folder / "labels.txt", place / "labels.txt")
-        model = folder / ("model.onnx" if file == "model.onnx" else PLAN)
+        model = folder / ("model.onnx" if backend != "tensorrt" else PLAN)
         if model.is_file():
-            shutil.copyfile(model, place / "1" / file)
+            shutil.copyfile(model, place / "1" / model.name)
         else:
             (place / "1" / "README").write_text("tensorrt/build_engine.sh puts model.plan here\n")
+        if backend == "python":
+            shutil.copyfile(Path(__file__).with_name("triton_model.py"), place / "1" / "model.py")
+        repositories.append(repository)
+    return repositories
 
+
+#: How a configuration names a backend, and the file that it loads.
+_BACKENDS = {
+    "onnxruntime": ('backend: "onnxruntime"', "model.onnx"),
+    "tensorrt": ('platform: "tensorrt_plan"', "model.plan"),
+    # on a machine with GPUs, Triton would else start one instance for each, which compute on the CPU all the same
+    "python": ('backend: "python"\ninstance_group [ { kind: KIND_CPU } ]', "model.py"),
+}
 
 #: Else ONNX Runtime rounds the inputs of float32 products to 10 bits on a GPU, unlike ``infer.py``.
 _NO_TF32 = """\
@@ -38,11 +54,12 @@ optimization {
 }"""
 
 
-def _triton_config(name: str, backend: str, file: str, report: ExportReport) -> str:
+def _triton_config(name: str, backend: str, report: ExportReport) -> str:
     """Triton's model configuration; dims are those of one image, unless the graph fixes the batch."""
     smallest, usual, largest = report.batch
     fixed = smallest == largest
-    lines = [f'name: "{name}"', backend, f'default_model_filename: "{file}"']
+    words, file = _BACKENDS[backend]
+    lines = [f'name: "{name}"', words, f'default_model_filename: "{file}"']
     lines.append(f"max_batch_size: {0 if fixed else largest}")
 
     def tensor(kind: str, key: str, dtype: str, shape: tuple[int | str, ...], extra: str = "") -> str:
@@ -66,6 +83,6 @@ def _triton_config(name: str, backend: str, file: str, report: ExportReport) -> 
         f'      key: "{report.input_name}"\n      value {{ data_type: {dtype} dims: [ {dims} ] zero_data: true }}\n'
         "    }\n  }\n]"
     )
-    if file == "model.onnx":
+    if backend == "onnxruntime":
         lines.append(_NO_TF32)
     return "\n".join(lines) + "\n"

@@ -12,7 +12,7 @@ import os
 import platform
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import datetime, timezone
@@ -92,8 +92,7 @@ def export_bundle(
         )
         shutil.copyfile(Path(__file__).with_name("infer.py"), work / "infer.py")
         _write_reference(prepared, work / "reference.npz")
-        if options.triton:
-            write_triton(work, safe, report, len(labels), "tensorrt" in options.formats)
+        served = write_triton(work, safe, report, options.triton_repositories)
         manifest = {
             "schema": SCHEMA,
             "name": safe,
@@ -103,7 +102,7 @@ def export_bundle(
             "engines": engines,
             "notes": notes,
         }
-        (work / "README.md").write_text(_readme(manifest, options.triton), encoding="utf-8")
+        (work / "README.md").write_text(_readme(manifest, served), encoding="utf-8")
         manifest["files"] = {
             file.relative_to(work).as_posix(): sha256_of(file)
             for file in sorted(work.rglob("*"))
@@ -227,7 +226,7 @@ def _write_reference(prepared: PreparedModel, path: Path) -> None:
     np.savez_compressed(path, images=stacked, scores=scores)
 
 
-def _readme(manifest: dict[str, Any], triton: bool) -> str:
+def _readme(manifest: dict[str, Any], triton: Sequence[str]) -> str:
     """Instructions for the bundle, and its known properties."""
     spec, batch = manifest["input"], manifest["batch"]
     channels, (height, width) = spec["channels"], spec["size"]
@@ -264,13 +263,7 @@ def _readme(manifest: dict[str, Any], triton: bool) -> str:
         *([_BF16] if bf16 else []),
         *(f"- Output `{o['name']}` {o['shape']}: {o['meaning']}." for o in manifest["outputs"]),
     ]
-    if triton:
-        lines += [
-            "",
-            f"Triton Inference Server: `tritonserver --model-repository=triton` ({manifest['name']}).",
-        ]
-        if "tensorrt" in manifest["engines"]:
-            lines += ["", _triton_engine(manifest["engines"]["tensorrt"])]
+    lines += [_served(repository, manifest) for repository in triton]
     for engine in manifest["engines"].values():
         lines += ["", *engine["readme"]]
     lines += ["", "## What was checked", ""]
@@ -289,15 +282,17 @@ _BF16 = (
 )
 
 
-def _triton_engine(engine: dict[str, Any]) -> str:
-    """How Triton serves the TensorRT engine: once it is built, and with a flag if it is version-compatible."""
-    # Triton executes the host code of such plans only if it is told so
-    compatible = "--versionCompatible" in engine["trtexec"]
-    flag = " --backend-config=tensorrt,version-compatible=true" if compatible else ""
-    return (
-        "Triton with the TensorRT engine, which `build_engine.sh` copies there: "
-        f"`tritonserver --model-repository=triton-tensorrt{flag}`."
-    )
+def _served(repository: str, manifest: dict[str, Any]) -> str:
+    """How Triton serves a model repository."""
+    line = f"`tritonserver --model-repository={repository}`"
+    if repository == "triton-python":
+        return f"\nTriton with its Python backend, whose Python needs numpy and onnxruntime: {line}."
+    if repository == "triton":
+        return f"\nTriton Inference Server: {line} ({manifest['name']})."
+    # Triton executes the host code of version-compatible plans only if it is told so
+    if "--versionCompatible" in manifest["engines"]["tensorrt"]["trtexec"]:
+        line = f"{line[:-1]} --backend-config=tensorrt,version-compatible=true`"
+    return f"\nTriton with the TensorRT engine, which `build_engine.sh` copies there: {line}."
 
 
 def _write_json(path: Path, value: Any) -> None:

@@ -80,6 +80,10 @@ def test_an_unknown_option_names_the_nearest(way: str, tmp_path: Path) -> None:
         ({"precision": "int8", "formats": ("aoti",)}, ("AOTInductor", "int8")),
         ({"opset": 25, "formats": ("tensorrt",)}, ("25", "24", "support")),
         ({"triton": True, "batch": (4, 8, 8)}, ("4", "Triton")),
+        ({"triton": True, "triton_backends": ("trt",)}, ("trt", "tensorrt")),
+        ({"triton": True, "triton_backends": ("tensorrt",)}, ("Triton", "tensorrt", "engine")),
+        ({"triton": True, "triton_backends": ("python",), "precision": "bf16"}, ("python", "bf16", "CPU")),
+        ({"triton_backends": ("python",)}, ("Triton", "repository")),
     ],
 )
 def test_what_a_bundle_refuses_besides(options: dict[str, Any], message: str) -> None:

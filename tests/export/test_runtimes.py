@@ -1,18 +1,34 @@
-"""One graph a routing in readers that are not ours: values compared, or for Core ML, which runs on a Mac, converted."""
+"""Runtimes that are not ours: one graph a routing in other readers of ONNX files, and a bundle in Triton's server.
+
+Values are compared; Core ML, which runs on a Mac, only converts.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ctypes.util
+import json
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from capszoo.export.bundle import export_bundle
 from capszoo.export.compare import EagerRunner, OnnxRunner, compare_outputs
 from capszoo.export.prepare import prepare
 from capszoo.export.to_onnx import export
+from capszoo.inference import load_model
 from tests.support import zoo
+from tests.support.toys import ToyCaps
 
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
@@ -93,3 +109,113 @@ def test_core_ml_converts(name: str) -> None:
             program.graph.erase_node(node)
     converted = ct.convert(program, convert_to="mlprogram", skip_model_load=True)  # type: ignore[attr-defined]
     assert len(converted.get_spec().description.output) == 1
+
+
+# -- Triton Inference Server --------------------------------------------------------------------------------------
+
+#: Where scripts/setup_beside.sh puts Triton's server, and a numpy of the version that its Python backend knows.
+TRITON = Path(sys.prefix) / "triton"
+
+
+@contextmanager
+def triton_server(repository: Path, folder: Path) -> Iterator[str]:
+    """Triton's server with its Python backend on a port of this machine, until it is ready; its address.
+
+    The backend's Python is the system's, which sees no variables: numpy and ONNX Runtime are put where it looks.
+    """
+    server, version = TRITON / "pytriton" / "tritonserver", ".".join(map(str, sys.version_info[:2]))
+    if not server.is_dir():
+        pytest.skip("needs Triton's server: make test-runtimes runs this in its environment")
+    if not ctypes.util.find_library(f"python{version}"):
+        pytest.skip(f"needs libpython{version} of the system, which Triton's Python backend loads")
+    import onnxruntime
+
+    backend = folder / "backends" / "python"
+    backend.mkdir(parents=True)
+    parts = [
+        *(server / "backends" / "python").iterdir(),
+        *(server / "python_backend_stubs" / version).iterdir(),
+    ]
+    for part in (*parts, TRITON / "numpy", TRITON / "numpy.libs", Path(onnxruntime.__file__).parent):
+        (backend / part.name).symlink_to(part)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [
+        server / "bin" / "tritonserver",
+        f"--model-repository={repository}",
+        f"--backend-directory={backend.parent}",
+        "--http-address=127.0.0.1",
+        f"--http-port={port}",
+        "--allow-grpc=false",
+        "--allow-metrics=false",
+    ]
+    log = folder / "log"
+    with log.open("w") as file, subprocess.Popen(command, stdout=file, stderr=file) as process:
+        try:
+            for _ in range(600):
+                try:
+                    urllib.request.urlopen(f"http://127.0.0.1:{port}/v2/health/ready")
+                    break
+                except OSError:
+                    assert process.poll() is None, log.read_text()
+                    time.sleep(0.1)
+            else:
+                pytest.fail(log.read_text())
+            yield f"http://127.0.0.1:{port}/v2/models"
+        finally:
+            process.terminate()
+
+
+def asked(address: str, question: dict[str, Any] | None = None) -> dict[str, Any]:
+    data = None if question is None else json.dumps(question).encode()
+    with urllib.request.urlopen(urllib.request.Request(address, data=data)) as answer:
+        return json.load(answer)
+
+
+def test_triton_serves_a_bundle(tmp_path: Path) -> None:
+    model = load_model("resnet20_routingcaps.mnist", device="cpu")
+    options: dict[str, Any] = dict(batch=(1, 4, 8), outputs=("scores", "couplings"), gate="quick")
+    manifest = export_bundle(
+        model, tmp_path / "digits", triton=True, triton_backends=("python", "onnxruntime"), **options
+    )
+    name, onnx_file = manifest["name"], tmp_path / "digits" / "model.onnx"
+    config = tmp_path / "digits" / "triton-python" / name / "config.pbtxt"
+    text = config.read_text()  # four single images that arrive within ten seconds become one batch
+    waiting = text.replace("max_queue_delay_microseconds: 500", "max_queue_delay_microseconds: 10000000")
+    assert waiting != text
+    config.write_text(waiting)
+    local = OnnxRunner(str(onnx_file), threads=1)
+    images = zoo.images(model, 8).numpy()
+
+    with triton_server(config.parent.parent, tmp_path) as address:
+
+        def infer(part: np.ndarray, outputs: list[dict[str, Any]] | None = None) -> list[dict[str, Any]]:
+            tensor = {"name": "input", "shape": part.shape, "datatype": "FP32", "data": part.ravel().tolist()}
+            question = {"inputs": [tensor], **({"outputs": outputs} if outputs else {})}
+            return asked(f"{address}/{name}/infer", question)["outputs"]
+
+        for count in (4, 8):  # the sizes that the configuration prefers are not held back
+            for found, expected in zip(infer(images[:count]), local(images[:count]), strict=True):
+                values = np.array(found["data"], np.float32).reshape(found["shape"])
+                assert np.array_equal(values, expected), f"batch {count}: {found['name']}"
+        with ThreadPoolExecutor(4) as pool:
+            single = list(pool.map(infer, np.split(images[:4], 4)))
+        scores = np.array([found[0]["data"] for found in single], np.float32)
+        assert np.allclose(scores, local(images[:4])[0], atol=1e-6), "each request has its own answer"
+        (statistics,) = asked(f"{address}/{name}/stats")["model_stats"]
+        counts = (statistics["inference_count"], statistics["execution_count"])
+        assert counts == (4 + 4 + 8 + 4, 4), "the warm-up, two batches, and one of the single images"
+        (named,) = infer(images[:4], [{"name": "scores", "parameters": {"classification": 1}}])
+        labels = [entry.split(":")[1:] for entry in named["data"]]
+        best = local(images[:4])[0].argmax(1)
+        assert labels == [[str(i), manifest["labels"][i]] for i in best], "labels.txt is found"
+
+
+def test_triton_takes_the_configuration_of_its_onnxruntime_backend(tmp_path: Path) -> None:
+    """The server at hand has no such backend: it stops there, after it has read the configuration."""
+    torch.manual_seed(0)
+    export_bundle(ToyCaps().eval(), tmp_path / "toy", triton=True, gate="quick")
+    with pytest.raises(AssertionError, match="unable to find backend library for backend 'onnxruntime'"):
+        with triton_server(tmp_path / "toy" / "triton", tmp_path):
+            pass

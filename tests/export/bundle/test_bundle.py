@@ -80,7 +80,8 @@ def fixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("fixed") / "toy"
     model = ToyCaps().eval()
     options: dict[str, Any] = dict(batch=3, uint8_input=True, gate="quick", triton=True)
-    export_bundle(model, out, outputs=("couplings", "scores"), **options)
+    backends = ("onnxruntime", "python")
+    export_bundle(model, out, outputs=("couplings", "scores"), triton_backends=backends, **options)
     return out
 
 
@@ -316,6 +317,9 @@ def test_triton_repository(served: tuple[Path, dict[str, Any]], fixed: Path) -> 
     assert 'backend: "onnxruntime"' in text and "max_batch_size: 8" in text
     assert (out / "triton-tensorrt" / NAME / "config.pbtxt").is_file()
     assert "max_batch_size: 0" in (fixed / "triton" / "ToyCaps" / "config.pbtxt").read_text()
+    assert not (out / "triton-python").exists()
+    ours = {file.name for file in (fixed / "triton-python" / "ToyCaps" / "1").iterdir()}
+    assert ours == {"model.py", "model.onnx"}  # tests/export/test_runtimes.py runs it in Triton
 
 
 def test_triton_configuration_parses(served: tuple[Path, dict[str, Any]], fixed: Path) -> None:
@@ -337,6 +341,9 @@ def test_triton_configuration_parses(served: tuple[Path, dict[str, Any]], fixed:
     kinds = {value.name: value.number for value in triton_schema().DataType.DESCRIPTOR.values}
     assert whole.input[0].data_type == kinds["TYPE_UINT8"]
     assert [o.name for o in whole.output] == ["couplings", "scores"]
+    python = parsed(fixed / "triton-python" / "ToyCaps" / "config.pbtxt")
+    assert (python.backend, python.default_model_filename) == ("python", "model.py")
+    assert not python.HasField("optimization")
 
 
 # -- a second look ------------------------------------------------------------------------------------------------
@@ -885,6 +892,8 @@ def test_command_line(tmp_path: Path) -> None:
     [
         (["--out", "x.onnx", "--format", "aoti"], "is one file"),
         (["--out", "x.onnx", "--triton"], "is one file"),
+        (["--out", "x", "--triton-backend", "python"], "add --triton"),
+        (["--out", "x", "--triton", "--triton-backend", "pyton"], "unknown Triton backend 'pyton'"),
         (["--out", "x", "--precision", "int4"], "unknown precision 'int4'"),
         (["--out", "x", "--format", "coreml"], "unknown format 'coreml'"),
         (["--out", "x", "--batch-profile", "4,2,1"], "invalid batch (4, 2, 1)"),
