@@ -9,7 +9,9 @@ of the classes, a confusion matrix and a model card.
 from __future__ import annotations
 
 import functools
+import json
 import os
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +25,7 @@ from capszoo._utils.files import write_atomically
 from capszoo.checkpoint import resolve
 from capszoo.data import DATASETS, DataError, ImageSet, split_validation
 from capszoo.data.folders import find_splits
+from capszoo.data.sets import stratified_folds
 from capszoo.data.specs import Side, both_sides, check_channels, source_name
 from capszoo.errors import UsageError
 from capszoo.images import CROP_MODES
@@ -33,7 +36,8 @@ from capszoo.preprocess import model_input_size, per_channel
 from capszoo.scores import score_kind
 
 from .config import BACKBONE, DATA_ARGS, Recipe, list_recipes, load_recipe
-from .evaluation.metrics import assess
+from .evaluation.metrics import EvalResult, assess, mean_recall, pooled
+from .evaluation.report import rounded
 from .evaluation.report_plots import draw_confusion
 from .evaluation.target import in_float32, prepare
 from .release.model_card import (
@@ -64,6 +68,8 @@ PATIENCE = 0.34
 VALIDATION_SHARE, VALIDATION_MOST = 0.2, 5000
 
 
+#: What is written beside the runs of folds.
+FOLDS = "folds.json"
 #: What is written beside the weights at the end.
 FINISHED = {"labels": LABELS, "confusion": CONFUSION, "card": "README.md"}
 
@@ -190,6 +196,7 @@ def finetune_recipe(
     from_scratch: bool = False,
     skip_bad: bool = False,
     channels: int | None = None,
+    folds: int | None = None,
     overrides: Sequence[str] = (),
     root: str | Path | None = None,
     read: Callable[..., Any] = read_split,
@@ -224,6 +231,9 @@ def finetune_recipe(
         )
     check_classes({"train": images})
     depth, count, validation = images.spec.input_size[0], len(images), 0
+    if folds is not None:
+        _check_folds(folds, name, splits)
+        count -= -(-count // folds)
     if "val" not in splits:
         if images.labels.bincount().max() < 2:
             raise DataError(
@@ -231,7 +241,10 @@ def finetune_recipe(
             )
         wanted = max(images.spec.num_classes, round(VALIDATION_SHARE * count))
         validation = min(wanted, VALIDATION_MOST, count - 1)
-        count = len(split_validation(images, validation, stratified=True)[0])
+        if folds is None:
+            count = len(split_validation(images, validation, stratified=True)[0])
+        else:
+            count -= validation
     world = int(os.environ.get("WORLD_SIZE", 1))  # number of processes, which share a batch evenly
     batch = batch_size(count, world)
     steps = count // batch
@@ -283,6 +296,17 @@ def finetune_recipe(
     return load_recipe(tree, overrides)
 
 
+def _check_folds(folds: int, name: str, splits: set[str]) -> None:
+    """Refuse a number of folds that is none, and folds of a set that has its own splits."""
+    if folds < 2:
+        raise UsageError(f"{folds} folds leave nothing to train on or to test", "give --folds 2 or more")
+    if own := splits - {"train"}:
+        raise UsageError(
+            f"--folds splits the training images, and {name} has its own {' and '.join(sorted(own))} split",
+            "leave --folds out, or give the folder of its training images",
+        )
+
+
 def batch_size(count: int, world: int = 1) -> int:
     """Images per update: ``BATCH``, or fewer where the last incomplete batch, left out, would be much of an epoch.
 
@@ -312,11 +336,13 @@ def finetune(
     from_scratch: bool = False,
     skip_bad: bool = False,
     channels: int | None = None,
+    folds: int | None = None,
     overrides: Sequence[str] = (),
     root: str | Path | None = None,
     cpu: bool = False,
     stop_after: int | None = None,
     accept_data: bool = False,
+    log_with: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Fine-tune a model, or resume an interrupted call with the same arguments.
 
@@ -339,12 +365,14 @@ def finetune(
         from_scratch: start from random weights, for comparison.
         skip_bad: skip images that cannot be read.
         channels: read images in grey (1) or in colour (3); None: in colour if any has some.
+        folds: train this many runs, each tested on another fold of the images; None: one run on all of them.
         overrides: ``key=value`` lines that change keys of the recipe, as in ``capszoo train --set``.
         root: folder of named sets and repositories; None uses ``CAPSZOO_DATA``.
-        cpu, stop_after, accept_data: as for ``train``.
+        cpu, stop_after, accept_data, log_with: as for ``train``.
 
     Returns:
-        The result of ``train`` and, once finished, paths: ``"labels"``, ``"confusion"``, ``"card"``.
+        The result of ``train`` and, once finished, paths: ``"labels"``, ``"confusion"``, ``"card"``. With ``folds``,
+        once all are finished, the content of folds.json, and the paths ``"folds_file"`` and ``"confusion"``.
 
     Raises:
         UnknownModel: no model or backbone has this name.
@@ -367,16 +395,79 @@ def finetune(
         from_scratch=from_scratch,
         skip_bad=skip_bad,
         channels=channels,
+        folds=folds,
         overrides=overrides,
         root=root,
         read=read,
     )
+    options: dict[str, Any] = dict(cpu=cpu, stop_after=stop_after, accept_data=accept_data, log_with=log_with)
+    if folds is not None:
+        undivided = recipe.data.model_copy(update={"val_size": 0})
+        images = load_data(recipe.model_copy(update={"data": undivided}), root, read)
+        read.cache_clear()
+        return _train_folds(recipe, images, folds, Path(out or f"runs/{recipe.name}"), options)
     images = load_data(recipe, root, read)
     read.cache_clear()
-    result = train(recipe, out=out, data=images, cpu=cpu, stop_after=stop_after, accept_data=accept_data)
+    result = train(recipe, out=out, data=images, **options)
     if result["finished"] and os.environ.get("RANK", "0") == "0":
         result |= _finish(images, Path(result["weights"]), "cpu" if cpu else default_device())
     return result
+
+
+def _train_folds(
+    recipe: Recipe, images: RunData, folds: int, out: Path, options: dict[str, Any]
+) -> dict[str, Any]:
+    """Train a run for each fold, which tests it, in folders of ``out``; write what they have found.
+
+    The training images of a run give up a share for early stopping, as in a single run, so that the fold selects
+    nothing.
+    """
+    results: list[EvalResult] = []
+    device = "cpu" if options["cpu"] else default_device()
+    main = os.environ.get("RANK", "0") == "0"
+    for number, (rest, fold) in enumerate(stratified_folds(images.training, folds), start=1):
+        training, validation = split_validation(rest, recipe.data.val_size, recipe.data.val_seed, True)
+        parts = {"train": rest, "test": fold}
+        data = RunData(
+            training,
+            validation,
+            fold,
+            {split: part.fingerprint() for split, part in parts.items()},
+            images.skipped,
+            {split: len(part) for split, part in parts.items()},
+        )
+        text = f"{recipe.description}, fold {number} of {folds}"
+        numbered = recipe.model_copy(update={"description": text})
+        result = train(numbered, out=out / f"fold-{number}", data=data, **options)
+        if not result["finished"]:
+            return result
+        if main:
+            _finish(data, Path(result["weights"]), device)
+            results.append(in_float32(assess)(prepare(result["weights"], fold, device=device)))
+    return {"out": out, "finished": True, **(_write_folds(recipe, images, results, out) if main else {})}
+
+
+def _write_folds(recipe: Recipe, images: RunData, results: list[EvalResult], out: Path) -> dict[str, Any]:
+    """Write folds.json and the confusion matrix over all folds."""
+    whole = pooled(results)
+    assert whole.confusion is not None
+    found: dict[str, Any] = {"folds": len(results), "n": whole.n}
+    recalls = [
+        mean_recall(*zip(*((row.right, row.n) for row in result.per_class), strict=True))
+        for result in results
+    ]
+    for name, values in (("top1", [result.accuracy for result in results]), ("recall", recalls)):
+        spread = statistics.stdev(values)
+        found[name] = {"mean": statistics.mean(values), "sd": spread, "values": values}
+    found = rounded(found) | {
+        "label_names": [row.label for row in whole.per_class],
+        "confusion": whole.confusion.tolist(),
+        "sha256": images.fingerprints["train"],
+    }
+    write_atomically(out / FOLDS, f"{json.dumps(found, indent=1)}\n")
+    title = f"{recipe.name}, {whole.n:,} images, each by the run that was not trained on it"
+    draw_confusion(whole, title, out / CONFUSION)
+    return found | {"folds_file": out / FOLDS, "confusion": out / CONFUSION}
 
 
 def _finish(images: RunData, weights: Path, device: str | torch.device) -> dict[str, Any]:

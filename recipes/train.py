@@ -22,6 +22,7 @@ import math
 import runpy
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -94,6 +95,7 @@ def train(
     profile: str | None = None,
     threads: int | None = None,
     accept_data: bool = False,
+    log_with: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Train a recipe to its end, or resume an interrupted run.
 
@@ -108,6 +110,7 @@ def train(
         profile: name of one of the recipe's profiles; None uses the recipe's settings.
         threads: CPU threads; None: as many as at the start of the run, else PyTorch's.
         accept_data: continue with other images than those of the run so far.
+        log_with: trackers of Accelerate that log as well: wandb, mlflow, trackio; a resumed run is a new run there.
 
     Returns:
         ``{"out", "finished", "step", "epoch"}`` and, once finished, ``"weights"`` (path) and the metrics of
@@ -126,7 +129,7 @@ def train(
     run = Path(out) if out else Path("runs") / recipe.name
     threads_before = torch.get_num_threads()
     try:
-        with accelerator_for(recipe, cpu) as accelerator, closing_lock(run) as lock:
+        with accelerator_for(recipe, cpu, log_with) as accelerator, closing_lock(run) as lock:
             return _train(
                 _prepare(recipe, run, data, resume, stop_after, accelerator, threads, lock, accept_data)
             )

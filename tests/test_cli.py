@@ -520,6 +520,7 @@ def test_train_passes_everything_on(monkeypatch: pytest.MonkeyPatch, tmp_path: P
                 "profile": "short",
                 "threads": None,
                 "accept_data": False,
+                "log_with": (),
             },
         )
     ]

@@ -14,6 +14,7 @@ __all__ = [
     "check_background",
     "HEAD_ROUTINGS",
     "PICTURE_SUFFIXES",
+    "TRACKERS",
     "OTHER_MODELS",
     "names_onnx_file",
 ]
@@ -34,6 +35,9 @@ EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
     "torch-tensorrt": (("torch_tensorrt",), "capszoo.export.to_torch_tensorrt"),
 }
 
+
+#: Experiment trackers, by Accelerate's names.
+TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
 
 #: Backgrounds and their values.
 BACKGROUNDS = {"black": 0, "white": 255}

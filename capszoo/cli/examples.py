@@ -62,6 +62,7 @@ EXAMPLES: dict[str, str] = {
     "finetune": """
         capszoo finetune idpa_resnet.cifar10 --data photos
         capszoo finetune --backbone resnet18.a1_in1k --head idpa --data photos --epochs 20
+        capszoo finetune resnet20_routingcaps.mnist --data photos --folds 5 --log-with wandb
         """,
     "train": """
         capszoo train resnet20_routingcaps.mnist --data FOLDER

@@ -16,6 +16,7 @@ from .training import (
     AcceptDataOption,
     BatchOption,
     EpochsOption,
+    LogWithOption,
     RateOption,
     SeedOption,
     SetOption,
@@ -108,6 +109,13 @@ def finetune_command(
             help="Read all images in colour, or in grey (default: in colour if any image has some).",
         ),
     ] = None,
+    folds: Annotated[
+        int | None,
+        typer.Option(
+            metavar="K",
+            help="Train K runs, each tested on another fold of the images: mean ± sd, confusion over all images.",
+        ),
+    ] = None,
     tag: Annotated[
         str | None,
         typer.Option(
@@ -118,6 +126,7 @@ def finetune_command(
     overrides: SetOption = None,
     device: TrainingDeviceOption = None,
     accept_data: AcceptDataOption = False,
+    log_with: LogWithOption = None,
 ) -> None:
     """Fine-tune a model, or a timm backbone with a capsule head, for classes of your own; resumes an interrupted run.
 
@@ -169,8 +178,10 @@ def finetune_command(
         skip_bad=skip_bad,
         channels=None if colour is None else 3 if colour else 1,
         overrides=settings(overrides, lr=lr, batch_size=batch_size, seed=seed),
+        folds=folds,
         cpu=use_cpu(device),
         accept_data=accept_data,
+        log_with=log_with or (),
     )
     print_run(result)
 

@@ -15,6 +15,7 @@ from .training import (
     AcceptDataOption,
     BatchOption,
     EpochsOption,
+    LogWithOption,
     ProfileOption,
     RateOption,
     SeedOption,
@@ -64,6 +65,7 @@ def train_command(
     seed: SeedOption = None,
     device: TrainingDeviceOption = None,
     accept_data: AcceptDataOption = False,
+    log_with: LogWithOption = None,
     together: Annotated[
         bool, _several("--together", help="Train several recipes side by side, a process each.")
     ] = False,
@@ -122,7 +124,7 @@ def train_command(
     from ..recipes.train import train
 
     given: dict[str, Any] = dict(out=out, data=data, cpu=cpu, profile=profile, threads=threads)
-    print_run(train(recipes[0], overrides, **given, accept_data=accept_data))
+    print_run(train(recipes[0], overrides, **given, accept_data=accept_data, log_with=log_with or ()))
 
 
 #: Options of ``capszoo train`` that some kinds of runs do not use, and the kinds that do ("": a single run).
@@ -130,6 +132,7 @@ _USED_BY = {
     "profile": ("", "--seeds", "--together"),
     "threads": ("",),
     "accept_data": ("",),
+    "log_with": ("",),
     "parallel": ("--seeds",),
 }
 

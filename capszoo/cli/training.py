@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
+from .._utils.choices import TRACKERS
 from .._utils.devices import check_device
 from ..errors import UsageError, require, unknown_name
 from .common import stdout
@@ -18,6 +19,7 @@ __all__ = [
     "AcceptDataOption",
     "BatchOption",
     "EpochsOption",
+    "LogWithOption",
     "ProfileOption",
     "RateOption",
     "RecipeArgument",
@@ -135,6 +137,17 @@ AcceptDataOption = Annotated[
 ]
 
 
+LogWithOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--log-with",
+        metavar="NAME",
+        help=f"Also log to a tracker, by Accelerate: {', '.join(TRACKERS)}; repeatable (TensorBoard's events are "
+        "always written).",
+    ),
+]
+
+
 def refuse_set_twice(overrides: list[str] | None, stated: Mapping[str, Any]) -> None:
     """Refuse a ``--set`` line whose key an option sets, too: ``stated`` has the options' values by key.
 
@@ -195,6 +208,13 @@ def check_training() -> None:
 def print_run(result: dict[str, Any]) -> None:
     """Print the files that fine-tuning writes besides the weights; the run's log has printed weights and accuracy."""
     console = stdout()
-    for file in ("labels", "confusion", "card"):
+    if "folds" in result:
+        for name, found in (("top-1", result["top1"]), ("mean recall", result["recall"])):
+            each = ", ".join(f"{value:.2f}" for value in found["values"])
+            console.print(
+                f"{result['folds']} folds: {name} {found['mean']:.2f} ± {found['sd']:.2f}% ({each})",
+                soft_wrap=True,
+            )
+    for file in ("labels", "folds_file", "confusion", "card"):
         if file in result:
-            console.print(f"{file}: {escape(str(result[file]))}", soft_wrap=True)
+            console.print(f"{file.partition('_')[0]}: {escape(str(result[file]))}", soft_wrap=True)

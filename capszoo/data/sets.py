@@ -24,6 +24,7 @@ __all__ = [
     "buffered_order",
     "keyed_generator",
     "split_validation",
+    "stratified_folds",
 ]
 
 #: Images of the buffer out of which those of shards are drawn.
@@ -322,6 +323,38 @@ def split_validation(
     held_out, rest = chosen.nonzero().flatten(), (~chosen).nonzero().flatten()
     validation = data.subset(held_out, split="validation")
     return data.subset(rest), validation.fixed() if size else validation
+
+
+def stratified_folds(
+    data: ImageSet | StreamedSet, folds: int, seed: int = 0
+) -> list[tuple[ImageSet | StreamedSet, ImageSet | StreamedSet]]:
+    """Split a set into folds with a fixed seed: for each, (the images of the others, its own).
+
+    The images of a class are dealt to the folds in turn, each class beginning where the one before it ended, so that
+    the folds differ by one image at most, in each class and in all.
+
+    Raises:
+        DataError: there are fewer images of a class than folds, or images have several labels.
+    """
+    if data.spec.multi_label:
+        raise DataError(f"{data.spec.title}: images with several labels cannot be split class by class")
+    labels = data.labels.cpu()
+    counts = labels.bincount(minlength=data.spec.num_classes)
+    if int(counts.min()) < folds:
+        rare = int(counts.argmin())
+        raise DataError(
+            f"{data.spec.title}: {folds} folds need {folds} images of each class, and {data.spec.label_names[rare]} "
+            f"has {int(counts[rare])}: use fewer folds, or add images"
+        )
+    order = torch.randperm(len(data), generator=torch.Generator().manual_seed(seed))
+    order = order[labels[order].argsort(stable=True)]
+    fold = torch.empty(len(data), dtype=torch.int64)
+    fold[order] = torch.arange(len(data)) % folds
+
+    def part(chosen: Tensor, split: str) -> ImageSet | StreamedSet:
+        return data.subset(chosen.nonzero().flatten(), split=split)
+
+    return [(part(fold != k, "train"), part(fold == k, "test")) for k in range(folds)]
 
 
 def sized(spec: DatasetSpec, size: Side | None, resize: Side | None) -> tuple[DatasetSpec, tuple[int, int]]:

@@ -26,6 +26,7 @@ __all__ = [
     "assess",
     "count_correct",
     "mean_recall",
+    "pooled",
     "predicted",
     "recall_line",
     "reproduced",
@@ -164,6 +165,16 @@ class Tally:
             ),
             confusion=table if self.single else None,
         )
+
+
+def pooled(results: Sequence[EvalResult]) -> EvalResult:
+    """The result over the images of several results of images with one label, such as those of folds."""
+    tables = [result.confusion for result in results if result.confusion is not None]
+    table = torch.stack(tables).sum(0)
+    tally, n = Tally(len(table), 1, 0.0), int(table.sum())
+    tally.table, tally.totals = table, torch.tensor([int(table.diag().sum()), 0, n, n])
+    found = tally.result([figures.label for figures in results[0].per_class])
+    return replace(found, top5=None)  # which the tables do not tell
 
 
 def _per_cent(part: int, whole: int) -> float | None:

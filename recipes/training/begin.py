@@ -66,7 +66,8 @@ def begin_run(run: Run) -> tuple[TrainState, RunLog]:
             raise TrainingError(
                 f"the processes see different checkpoints: {run.out} must be a folder they share"
             )
-        log = RunLog(run.out, run.main, run.total, state.step)
+        settings = run.recipe.model_dump(mode="json", exclude_none=True)
+        log = RunLog(run.out, run.main, run.total, state.step, run.accelerator, settings)
     with ExitStack() as failed:
         failed.callback(log.close)  # before its folder is removed
         with raise_on_all_ranks(run.accelerator):

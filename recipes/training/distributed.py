@@ -8,20 +8,22 @@ import signal
 import stat
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
 import torch
 
-from capszoo.errors import CapszooError, install_hint
+from capszoo._utils.choices import TRACKERS
+from capszoo.errors import CapszooError, UsageError, install_hint, unknown_name
 
 from ..config import Recipe
 
 try:
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, PartialState
+    from accelerate.tracking import get_available_trackers
     from accelerate.utils import DistributedType, GradientAccumulationPlugin, gather_object, set_seed
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(f"training needs accelerate: {install_hint('train')}") from error
@@ -80,8 +82,22 @@ def _destroy_group_at_exit(accelerator: Accelerator) -> None:
         atexit.register(accelerator.state.destroy_process_group)  # no effect if called twice
 
 
+def _trackers(names: Sequence[str]) -> list[str]:
+    """The trackers that Accelerate starts; TensorBoard's events are written without it.
+
+    Raises:
+        UsageError: an unknown one, or one that is not installed, which Accelerate would leave out without a word.
+    """
+    for name in names:
+        if name not in TRACKERS:
+            raise UsageError(unknown_name("tracker", name, TRACKERS))
+        if name not in map(str, get_available_trackers()):
+            raise UsageError(f"--log-with {name}: {name} is not installed", f"pip install {name}")
+    return [name for name in dict.fromkeys(names) if name != "tensorboard"]
+
+
 @contextmanager
-def accelerator_for(recipe: Recipe, cpu: bool) -> Iterator[Accelerator]:
+def accelerator_for(recipe: Recipe, cpu: bool, log_with: Sequence[str] = ()) -> Iterator[Accelerator]:
     """Accelerate keeps its settings in process-wide singletons: reset them afterwards, for runs with other settings.
 
     The device too, but for the process group of several processes, which outlives a run.
@@ -93,7 +109,13 @@ def accelerator_for(recipe: Recipe, cpu: bool) -> Iterator[Accelerator]:
     try:
         # the recipe accumulates by itself: a number in Accelerate's environment would divide the loss
         once = GradientAccumulationPlugin(num_steps=1)
-        accelerator = Accelerator(mixed_precision=precision, cpu=cpu, gradient_accumulation_plugin=once)
+        accelerator = Accelerator(
+            mixed_precision=precision,
+            cpu=cpu,
+            gradient_accumulation_plugin=once,
+            log_with=_trackers(log_with) or None,
+            project_dir="." if log_with else None,
+        )
         if precision == "fp16" and accelerator.device.type == "cpu":
             raise TrainingError("precision fp16 does not work on a CPU: use bf16 or fp32")
         if accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED):

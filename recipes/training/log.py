@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import (
@@ -24,10 +24,14 @@ from rich.progress import (
 
 from capszoo._utils.files import write_atomically
 from capszoo._utils.process import is_quiet
-from capszoo.errors import install_hint
+from capszoo.errors import first_line, install_hint
 
 from ..evaluation.plots import draw_curves
+from .distributed import TrainingError
 from .history import read_records
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 try:
     import matplotlib  # noqa: F401  (missing, it is missed before the first epoch, not after it)
@@ -42,6 +46,8 @@ __all__ = ["RunLog", "accuracy_line", "epoch_line", "setback_line", "weights_lin
 SECONDS_BETWEEN_LINES = 60
 #: factor of the training loss, and points of training accuracy, that an epoch loses in a setback
 SETBACK_LOSS, SETBACK_TOP1 = 1.25, 2.0
+#: Under which trackers list the runs.
+PROJECT = "capszoo"
 SECONDS_BETWEEN_CURVES = 60  # drawing takes a second, as long as an epoch of a small run
 
 
@@ -100,6 +106,17 @@ def accuracy_line(split: str, accuracy: str, figures: Mapping[str, Any]) -> str:
     return f"{split}: {accuracy} {figures['top1']:.2f}% of {figures['n']:,} images"
 
 
+def _flat(tree: Mapping[str, Any], above: str = "") -> dict[str, str | int | float | bool]:
+    """A tree of settings with dotted keys, and lists as text: what every tracker takes."""
+    found: dict[str, str | int | float | bool] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            found |= _flat(value, f"{above}{key}.")
+        elif value is not None:
+            found[f"{above}{key}"] = value if isinstance(value, (str, int, float, bool)) else str(value)
+    return found
+
+
 class _LogConsole(Console):
     """A console that a reader may leave, as ``capszoo train … | head`` does: training goes on without it."""
 
@@ -121,10 +138,21 @@ class RunLog:
         active: False on the other processes.
         total: updates of the whole run.
         done: updates made by earlier sessions; their records of later updates are dropped.
+        accelerator: its trackers log as well; None for none.
+        settings: what the trackers state of the run.
     """
 
-    def __init__(self, out: Path, active: bool, total: int, done: int) -> None:
+    def __init__(
+        self,
+        out: Path,
+        active: bool,
+        total: int,
+        done: int,
+        accelerator: Accelerator | None = None,
+        settings: Mapping[str, Any] | None = None,
+    ) -> None:
         self.out, self.active, self.total, self.done = out, active, total, done
+        self.accelerator = accelerator if accelerator is not None and accelerator.log_with else None
         self.metrics = out / "metrics.jsonl"
         self.began = self.shown = self.drawn = time.monotonic()
         self.console = _LogConsole(quiet=not active or is_quiet(), highlight=False, emoji=False)
@@ -142,8 +170,26 @@ class RunLog:
         self.events: Any = None
         if active:
             self._forget_after(done)
+            self._start_trackers(settings or {})
             # TensorBoard purges an earlier session's events of updates that this one repeats.
             self.events = SummaryWriter(str(out / "tensorboard"), purge_step=done + 1, flush_secs=30)
+
+    def _start_trackers(self, settings: Mapping[str, Any]) -> None:
+        if self.accelerator is None:
+            return
+        named = {"wandb": {"name": self.out.name, "dir": str(self.out)}}
+        named |= {"mlflow": {"run_name": self.out.name}, "trackio": {"name": self.out.name}}
+        try:
+            self.accelerator.init_trackers(PROJECT, _flat(settings), named)
+        except Exception as error:  # of the tracker's library: no account, no connection, …
+            names = ", ".join(map(str, self.accelerator.log_with))
+            raise TrainingError(
+                f"{names} cannot start: {first_line(error)}", "log in to it, or leave --log-with out"
+            ) from error
+
+    def _track(self, values: Mapping[str, Any], step: int) -> None:
+        if self.accelerator is not None:
+            self.accelerator.log(dict(values), step=step)
 
     def _forget_after(self, step: int) -> None:
         if self.metrics.is_file():
@@ -170,10 +216,15 @@ class RunLog:
             return
         with self.metrics.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
-        for key, value in record.items():
-            if key not in ("epoch", "step", "routing", "val_right") and value is not None:
-                self.events.add_scalar(f"epoch/{key}", value, record["step"])
+        scalars = {
+            f"epoch/{key}": value
+            for key, value in record.items()
+            if key not in ("epoch", "step", "routing", "val_right") and value is not None
+        }
+        for key, value in scalars.items():
+            self.events.add_scalar(key, value, record["step"])
         self.events.flush()
+        self._track(scalars, record["step"])
         if last or time.monotonic() - self.drawn > SECONDS_BETWEEN_CURVES:
             draw_curves(self.out / "curves.png", self.out.name, self.records())
             self.drawn = time.monotonic()
@@ -182,8 +233,10 @@ class RunLog:
         """Log the mean loss since the last call and move the bar; without a terminal, print one line a minute."""
         if not self.active:
             return
-        for key, value in (("loss", loss), ("lr", lr), ("images_per_s", rate)):
-            self.events.add_scalar(f"update/{key}", value, step)
+        scalars = {"update/loss": loss, "update/lr": lr, "update/images_per_s": rate}
+        for key, value in scalars.items():
+            self.events.add_scalar(key, value, step)
+        self._track(scalars, step)
         note = f"{note}  loss {loss:.4f}  {rate:.0f} images/s"
         self.progress.update(self.task, completed=step, note=note)
         if not self.console.is_terminal and time.monotonic() - self.shown > SECONDS_BETWEEN_LINES:
@@ -206,3 +259,5 @@ class RunLog:
         if self.events is not None:
             with suppress(OSError):  # a full disk has been reported already
                 self.events.close()
+        if self.accelerator is not None and self.active:
+            self.accelerator.end_training()

@@ -13,6 +13,7 @@ from torch import Tensor
 from capszoo.data import Augment, Batch, Batches, DataError, ImageSet, dataset_spec, split_validation
 from capszoo.data.batches import balanced_order
 from capszoo.data.generate import Overlay
+from capszoo.data.sets import stratified_folds
 from tests.support.errors import refuses
 from tests.support.formats import STRONG
 
@@ -210,3 +211,20 @@ def test_stratified_validation_by_hand(numbered: ImageSet) -> None:
     again, _ = split_validation(data, 5, 0, stratified=True)
     other, _ = split_validation(data, 5, 1, stratified=True)
     assert torch.equal(again.images, rest.images) and not torch.equal(other.images, rest.images)  # type: ignore[union-attr]
+
+
+def test_stratified_folds_by_hand(numbered: ImageSet) -> None:
+    labels = torch.arange(len(numbered)) % 3
+    spec = replace(numbered.spec, label_names=("a", "b", "c"))
+    data = replace(numbered, spec=spec, labels=labels)
+    folds = stratified_folds(data, 4)
+    seen = torch.cat([fold.labels for _, fold in folds])
+    assert torch.equal(seen.bincount(), labels.bincount()), "each image once"
+    for rest, fold in folds:
+        assert len(rest) + len(fold) == len(data) and (rest.split, fold.split) == ("train", "test")
+        counts = fold.labels.bincount(minlength=3)
+        assert (counts - labels.bincount() / 4).abs().max() < 1, "a share of each class, rounded"
+    sizes = {len(fold) for _, fold in folds}
+    assert max(sizes) - min(sizes) <= 1
+    with refuses(DataError, names=["c", "folds"]):
+        stratified_folds(data, len(data))

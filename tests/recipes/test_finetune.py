@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -773,3 +774,49 @@ def test_a_backbone_brings_its_crop_mode() -> None:
     assert cfg["crop_mode"] == "squash"
     assert backbone_source("convnext_tiny.in12k_ft_in1k_384", "idpa").crop_mode == "squash"
     assert backbone_source("resnet18.a1_in1k", "idpa").crop_mode == "center"
+
+
+@pytest.mark.slow
+def test_folds_test_each_image_once(photos: Path, tmp_path: Path) -> None:
+    out = tmp_path / "runs"
+    done = run(
+        "finetune",
+        MODEL,
+        "--data",
+        photos,
+        "--out",
+        out,
+        "--folds",
+        3,
+        "--epochs",
+        1,
+        "--device",
+        "cpu",
+    )
+    assert done.exit_code == 0, done.stderr
+    found = json.loads((out / "folds.json").read_text())
+    assert (found["folds"], found["n"]) == (3, 30) and sum(map(sum, found["confusion"])) == 30
+    values = found["top1"]["values"]
+    assert len(values) == 3 and found["top1"]["mean"] == pytest.approx(sum(values) / 3, abs=1e-3)
+    assert found["top1"]["sd"] == pytest.approx(statistics.stdev(values), abs=1e-3)
+    right = sum(found["confusion"][k][k] for k in range(3))
+    assert found["top1"]["mean"] == pytest.approx(100 * right / 30, abs=1e-3), "folds of equal size"
+    assert f"3 folds: top-1 {found['top1']['mean']:.2f}" in done.stdout
+    for number in (1, 2, 3):
+        raw = json.loads((out / f"fold-{number}" / "resnet20_routingcaps.my_photos.json").read_text())
+        assert raw["metrics"]["test"]["n"] == 10 and f"fold {number} of 3" in raw["description"]
+        assert raw["metrics"]["test"]["top1"] == pytest.approx(values[number - 1], abs=1e-3)
+    assert (out / "confusion.png").is_file()
+
+
+def test_folds_that_cannot_be_made_are_refused(photos: Path, tmp_path: Path) -> None:
+    with refuses(DataError, names=["11 folds", "eight", "8"]):
+        finetune(MODEL, photos, tmp_path / "out", folds=11)
+    with refuses(UsageError, names=["1 folds", "--folds"]):
+        finetune(MODEL, photos, tmp_path / "out", folds=1)
+    (photos.parent / "split").mkdir()
+    photos.rename(photos.parent / "split" / "train")
+    shutil.copytree(photos.parent / "split" / "train", photos.parent / "split" / "test")
+    with refuses(UsageError, names=["--folds", "test"]):
+        finetune(MODEL, photos.parent / "split", tmp_path / "out", folds=3)
+    assert not (tmp_path / "out").exists()

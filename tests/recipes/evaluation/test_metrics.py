@@ -19,7 +19,7 @@ from capszoo.data import Batches, DataError, ImageSet, dataset_spec
 from capszoo.data.augment import resize
 from capszoo.errors import CapszooError, UsageError
 from capszoo.recipes.evaluation.crops import Crops, default_side
-from capszoo.recipes.evaluation.metrics import Tally, assess, reproduced, scored, stated_top1
+from capszoo.recipes.evaluation.metrics import Tally, assess, pooled, reproduced, scored, stated_top1
 from capszoo.recipes.evaluation.target import _grey, evaluation_batch, prepare
 from tests.support import packed
 from tests.support.errors import refuses
@@ -43,6 +43,20 @@ def test_classes_and_confusion_by_hand() -> None:
     assert (a.recall, a.precision, a.f1) == pytest.approx((200 / 3, 200 / 3, 200 / 3))
     assert (b.recall, b.precision, b.f1) == pytest.approx((100 / 3, 50.0, 40.0))
     assert (c.n, c.recall, c.precision, c.f1) == (0, None, 0.0, 0.0)
+
+
+def test_results_of_folds_are_pooled() -> None:
+    labels = torch.tensor([0, 0, 1, 1, 2, 2])
+    scores = nn.functional.one_hot(torch.tensor([0, 1, 1, 1, 2, 0]), 7).float()
+    parts = []
+    for part in (slice(0, 4), slice(4, 6), slice(0, 6)):
+        tally = Tally(7, 1, 0.5)
+        tally.add(scores[part], labels[part])
+        parts.append(tally.result("abcdefg"))
+    found, whole = pooled(parts[:2]), parts[2]
+    assert (found.n, found.errors, found.top1, found.top5) == (6, 2, whole.top1, None)
+    assert found.per_class == whole.per_class and found.confusion is not None
+    assert torch.equal(found.confusion, whole.confusion)
 
 
 def test_top_five() -> None:

@@ -15,16 +15,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
+from accelerate import tracking
 from PIL import Image
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from capszoo.cli import app
 from capszoo.data import dataset_spec
+from capszoo.errors import UsageError
 from capszoo.layers import engine_report, use_engines
 from capszoo.layers.tuning import tuned
 from capszoo.losses import SpreadLoss
@@ -77,6 +79,65 @@ def test_events_and_curves_of_a_resumed_run(tiny_mnist: Path, tmp_path: Path, re
         assert session["seed"] == 0 and session["processes"] == 1 and session["hardware"]
         assert "commit" in session and session["started"].endswith("+00:00")
         assert set(session["engines"]) == {"capsules.conv1", "capsules.conv2", "capsules.classes"}
+
+
+class Recorder(tracking.GeneralTracker):
+    """Stands for a tracker whose library is not installed here; Accelerate calls it as it calls theirs."""
+
+    name, requires_logging_directory = "trackio", False
+    started: ClassVar[list[tuple[str, dict[str, Any]]]] = []
+    settings: ClassVar[dict[str, Any]] = {}
+    logged: ClassVar[list[tuple[int, dict[str, Any]]]] = []
+    ended = False
+
+    def __init__(self, project: str, **options: Any) -> None:
+        super().__init__()
+        self.started.append((project, options))
+
+    tracker = property(lambda self: self)
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self.settings.update(values)
+
+    def log(self, values: dict[str, Any], step: int | None = None, **more: Any) -> None:
+        self.logged.append((step or 0, values))
+
+    def finish(self) -> None:
+        type(self).ended = True
+
+
+def test_a_tracker_sees_the_settings_and_what_is_logged(
+    tiny_mnist: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, "trackio", Recorder)
+    monkeypatch.setattr(tracking, "_available_trackers", [tracking.LoggerType.TRACKIO])
+    train(recipe(), out=tmp_path / "run", data=tiny_mnist, log_with=("trackio",))
+    assert Recorder.started == [("capszoo", {"name": "run"})] and Recorder.ended
+    assert (
+        Recorder.settings["optimizer.lr"] == recipe().optimizer.lr and Recorder.settings["batch_size"] == 32
+    )
+    epochs = [step for step, values in Recorder.logged if "epoch/val_top1" in values]
+    assert epochs == [3, 6] and any("update/loss" in values for _, values in Recorder.logged)
+    assert (tmp_path / "run" / "tensorboard").is_dir()
+
+
+def test_a_tracker_that_cannot_start_is_one_line(
+    tiny_mnist: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with refuses(UsageError, names=["wandbb", "wandb"]):
+        train(recipe(), out=tmp_path / "run", data=tiny_mnist, log_with=("wandbb",))
+    monkeypatch.setattr(tracking, "_available_trackers", [])
+    with refuses(UsageError, names=["mlflow", "pip install"]):
+        train(recipe(), out=tmp_path / "run", data=tiny_mnist, log_with=("mlflow",))
+
+    def offline(*args: Any, **options: Any) -> Any:
+        raise OSError("no account")
+
+    monkeypatch.setattr(tracking, "_available_trackers", [tracking.LoggerType.TRACKIO])
+    monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, "trackio", offline)
+    monkeypatch.setattr(offline, "requires_logging_directory", False, raising=False)
+    with refuses(TrainingError, names=["trackio", "no account", "--log-with"]):
+        train(recipe(), out=tmp_path / "run", data=tiny_mnist, log_with=("trackio",))
 
 
 def test_a_session_names_the_engine_of_each_routing_layer() -> None:
