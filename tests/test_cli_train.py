@@ -105,7 +105,9 @@ def test_an_empty_value_is_not_the_current_folder(arguments: tuple[str, ...], na
     assert named in line
 
 
-@pytest.mark.parametrize(("module", "named"), [("train", "recipe"), ("evaluate", "model")])
+@pytest.mark.parametrize(
+    ("module", "named"), [("train", "recipe"), pytest.param("evaluate", "model", marks=pytest.mark.slow)]
+)
 def test_modules_run_the_command_of_their_name(module: str, named: str) -> None:
     """In the first process of a training alone, a wrong call says why."""
     for rank, lines in (("0", 1), ("1", 0)):

@@ -13,6 +13,7 @@ import sys
 import tarfile
 import zipfile
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -367,10 +368,15 @@ def _room(module: str) -> str:
     return module.split(".")[1] if "." in module else "__init__"
 
 
+@cache
+def _parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def _imported(module: str, path: Path) -> Iterator[tuple[str, int]]:
     """Dotted names that a file imports, at any depth of its code, with their lines; relative ones resolved."""
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(_parsed(path)):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield alias.name, node.lineno
@@ -423,7 +429,7 @@ def _type_checking_only(path: Path) -> set[int]:
     """Lines of imports that never run."""
     return {
         line
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in ast.walk(_parsed(path))
         if isinstance(node, ast.If)
         and isinstance(node.test, ast.Name)
         and node.test.id in ("TYPE_CHECKING", "_TYPE_CHECKING")
@@ -474,7 +480,7 @@ def test_docstrings_have_one_dialect(root: Path) -> None:
     """
     single, wrong = re.compile(r"(?<![`:\w\\])`(?!`)[^`]+`(?![`_\w])"), []
     for _, path in _modules(root):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(_parsed(path)):
             if not isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
                 continue
             name, place = getattr(node, "name", "the file"), path.relative_to(root)

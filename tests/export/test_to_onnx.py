@@ -175,7 +175,7 @@ def digits(count: int) -> tuple[Tensor, Tensor]:
         "resnet20_routingcaps.mnist",
         # in float16 the two overflow at 100 times the values that an image can have
         "capsnet_dynamic.mnist",
-        "capsnet_dynamic_cifar.cifar10",
+        pytest.param("capsnet_dynamic_cifar.cifar10", marks=pytest.mark.slow),
         pytest.param("idpa_cnn.mnist", marks=pytest.mark.slow),
     ],
 )

@@ -189,6 +189,7 @@ def test_an_empty_batch() -> None:
     assert x.grad is not None and x.grad.shape == x.shape
 
 
+@pytest.mark.slow
 def test_compiled() -> None:
     layer, x = StridedConv2d(4, 8, 9, 2), torch.randn(3, 4, 20, 22)
     with torch.autocast("cpu", torch.bfloat16):

@@ -289,7 +289,7 @@ def test_torchscript(backbone: str) -> None:
 
 @pytest.mark.parametrize(
     ("backbone", "routing"),
-    [pytest.param(*pair, marks=() if pair[0] == "resnet18" else pytest.mark.slow) for pair in PAIRS],
+    [pytest.param(*pair, marks=pytest.mark.slow) for pair in PAIRS],
 )
 def test_exported_file_agrees(backbone: str, routing: str, tmp_path: Path) -> None:
     pytest.importorskip("onnxscript")

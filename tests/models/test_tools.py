@@ -25,11 +25,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "efficient_capsnet": {},
     "encapnet6": {},
     "idpa_cnn": {},
-    "resnet20_dynamic": {"depth": 2},
-    "resnet20_em": {"depth": 2},
+    "resnet20_dynamic": {"depth": 2, "caps_types": 8},
+    "resnet20_em": {"depth": 2, "caps_types": 8},
     "resnet20_routingcaps": {},
     "resnet20_routingpool": {},
-    "resnet20_selfrouting": {"depth": 2},
+    "resnet20_selfrouting": {"depth": 2, "caps_types": 8},
 }
 each_model = pytest.mark.parametrize("name", MODELS)
 

@@ -551,6 +551,7 @@ def test_a_dry_run_makes_no_call(hub: Hub, client: Client, run: Path, tmp_path: 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["staged"], "nothing half-written"
 
 
+@pytest.mark.slow
 def test_the_whole_zoo(hub: Hub, client: Client, tmp_path: Path) -> None:
     some = ("idpa_cnn.mnist", "resnet20_routingcaps.mnist")
     fewer = "from capszoo.recipes import publish as m; m.every = m.checkpoints(aliases=False)\n"

@@ -111,6 +111,7 @@ def kill_and_resume(
     assert not list((killed / "checkpoints").glob(".*")), "nothing half-written is left"
 
 
+@pytest.mark.slow  # resuming bit for bit on one process is in test_train.py
 def test_killed_it_ends_with_the_same_weights(root: Path, tmp_path: Path, data: Path) -> None:
     """Once; `make test-slow` kills at ten moments."""
     kill_and_resume(root, tmp_path, data, 1)
