@@ -12,6 +12,7 @@ from .capconv import (
     squash_groups,
 )
 from .dynamic import (
+    Conv3dDynamicRouting,
     ConvDynamicRouting,
     DynamicRouting,
     SharedDynamicRouting,
@@ -34,6 +35,7 @@ __all__ = [
     "CapFC",
     "CapsuleNorm",
     "ClassEM",
+    "Conv3dDynamicRouting",
     "ConvDynamicRouting",
     "ConvEM",
     "ConvIDPA",

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from capszoo._pretrained.facts import for_new_classes, own_facts, set_own_facts
 
-from ._blocks import Decoder
+from ._blocks import Decoder, SharedDecoder
 
 __all__ = [
     "CapsuleNet",
@@ -45,6 +45,9 @@ __all__ = [
     "feature_levels",
     "to_2tuple",
 ]
+
+#: The decoders, by the values of ``decoder`` that name one.
+DECODERS = {"dense": Decoder, "shared": SharedDecoder}
 
 #: Names of no modules. (TorchScript would read the annotation of a class's attribute.)
 NO_NAMES: Tuple[str, ...] = ()
@@ -125,7 +128,9 @@ class CapsuleNet(nn.Module):
         img_size: height and width of the input images, in pixels.
         global_pool: pooling of the features without a class layer; ``""`` returns the feature map itself.
         fixed_input_size: whether weights depend on ``img_size``; other sizes then raise an error that says so.
-        decoder: whether to add a decoder for class capsules (see :meth:`reconstruct`).
+        decoder: whether to add a decoder for class capsules (see :meth:`reconstruct`): False, True for the network's
+            own (``own_decoder``), ``"dense"`` (Sabour et al. 2017) or ``"shared"`` (with the same weights for all
+            classes, Rajasegaran et al. 2019).
         pools: valid values of ``global_pool``, besides ``""``.
     """
 
@@ -134,6 +139,9 @@ class CapsuleNet(nn.Module):
 
     #: Modules behind the class layer that serve any number of classes, and are identities without classes.
     readout = NO_NAMES
+
+    #: The decoder of ``decoder=True``.
+    own_decoder = "dense"
 
     #: Kind of the scores if the metadata do not state it (see ``capszoo.scores``).
     score_kind = "logits"
@@ -160,7 +168,7 @@ class CapsuleNet(nn.Module):
         img_size: Union[int, Tuple[int, int]],
         global_pool: str = "avg",
         fixed_input_size: bool = False,
-        decoder: bool = False,
+        decoder: Union[bool, str] = False,
         pools: Tuple[str, ...] = ("avg",),
     ) -> None:
         super().__init__()
@@ -176,7 +184,11 @@ class CapsuleNet(nn.Module):
         self.global_pool = global_pool
         self.fixed_input_size = fixed_input_size
         self.grad_checkpointing = False
-        self.with_decoder = decoder
+        if decoder not in (False, True, *DECODERS):
+            raise ValueError(
+                f"decoder must be False, True, {' or '.join(map(repr, DECODERS))}, not {decoder!r}"
+            )
+        self.with_decoder = self.own_decoder if decoder is True else decoder or ""
         self.decoder = None
         h, w = self.img_size
         self._size_message = (
@@ -403,7 +415,8 @@ class CapsuleNet(nn.Module):
                 setattr(owner, leaf, self._like_parameters(owner.make_readout(self.num_classes)))
         self.decoder = None
         if self.with_decoder and self.num_classes:
-            decoder = Decoder(self.num_classes, self.class_dim, self.in_chans, self.img_size)
+            build = DECODERS[self.with_decoder]
+            decoder = build(self.num_classes, self.class_dim, self.in_chans, self.img_size)
             self.decoder = self._like_parameters(decoder)
 
     def _check_pool(self, kind: Optional[str]) -> None:

@@ -1,7 +1,8 @@
 """Blocks shared by several families: convolution-norm-activation, basic residual blocks, backbones, the decoder.
 
 Sources: He et al. 2016 (basic block, CIFAR ResNet with parameter-free shortcuts); Tsai et al. 2020, appendix A.1
-(the ResNet backbone of the IDPA paper); Sabour et al. 2017 (the reconstruction decoder).
+(the ResNet backbone of the IDPA paper); Sabour et al. 2017 (the reconstruction decoder); Rajasegaran et al.
+2019 (the decoder that the classes share).
 """
 
 from collections import OrderedDict
@@ -16,6 +17,7 @@ __all__ = [
     "BasicBlock",
     "ConvBnAct",
     "Decoder",
+    "SharedDecoder",
     "check_caps_dim",
     "cifar_resnet_stages",
     "idpa_backbone_stages",
@@ -177,6 +179,14 @@ def score_parts(pooled: Tensor, classifier: nn.Module, caps_dim: int) -> Tensor:
     return parts.reshape(batch, groups, parts.shape[1]).transpose(1, 2)
 
 
+def _masked(poses: Tensor, target: Optional[Tensor], num_classes: int) -> Tensor:
+    """Capsules ``[b, n, e]`` with zeros in place of all but the target's, or else the longest."""
+    if target is None:
+        target = poses.detach().float().square().sum(dim=-1).argmax(dim=1)
+    keep = F.one_hot(target.long(), num_classes).to(poses.dtype)  # [b, n]
+    return poses * keep[:, :, None]
+
+
 class Decoder(nn.Module):
     """Reconstruction from one class capsule (Sabour et al. 2017, section 4.1): 512, 1024, pixels, sigmoid.
 
@@ -199,11 +209,49 @@ class Decoder(nn.Module):
 
     def forward(self, poses: Tensor, target: Optional[Tensor] = None) -> Tensor:
         """Capsules ``[b, n, e]`` (and the class to keep, ``[b]``) to images ``[b, c, h, w]`` in 0..1."""
-        if target is None:
-            target = poses.detach().float().square().sum(dim=-1).argmax(dim=1)
-        keep = F.one_hot(target.long(), self.num_classes).to(poses.dtype)  # [b, n]
-        x = (poses * keep[:, :, None]).flatten(1)  # [b, n*e]
+        x = _masked(poses, target, self.num_classes).flatten(1)  # [b, n*e]
         x = F.relu(self.fc1(x))
         x = F.relu(self.fc2(x))
         x = torch.sigmoid(self.fc3(x))
         return x.reshape(-1, self.out_shape[0], self.out_shape[1], self.out_shape[2])
+
+
+class SharedDecoder(nn.Module):
+    """Reconstruction from one class capsule, with the same weights for all classes (Rajasegaran et al. 2019).
+
+    A linear layer to a small map of 16 channels, then transposed 3x3 convolutions: 64 channels, then half as many with
+    each doubling of the map, then the image. As in the release there is no activation between them, and the map has at
+    most 8 rows and columns after at least two halvings of the image. The sigmoid at the end is our choice (the release
+    has a ReLU), as is the crop of sides that cannot be halved so often.
+
+    Args:
+        num_classes: number of capsules.
+        pose_dim: pose dimension of a capsule.
+        out_chans: channels of the image.
+        img_size: height and width of the image, in pixels.
+    """
+
+    def __init__(self, num_classes: int, pose_dim: int, out_chans: int, img_size: Tuple[int, int]) -> None:
+        super().__init__()
+        self.num_classes = num_classes
+        self.img_size = img_size
+        doublings = 2
+        while max(img_size) > 8 * 2**doublings:
+            doublings += 1
+        self.grid = tuple(-(-size // 2**doublings) for size in img_size)
+        self.fc = nn.Linear(pose_dim, 16 * self.grid[0] * self.grid[1])
+        self.bn = nn.BatchNorm2d(16, momentum=0.2)  # 0.8 in Keras's terms
+        layers = [nn.ConvTranspose2d(16, 64, 3, padding=1)]
+        width = 64
+        for _ in range(doublings):
+            narrow = max(width // 2, 1)
+            layers.append(nn.ConvTranspose2d(width, narrow, 3, 2, 1, output_padding=1))
+            width = narrow
+        self.layers = nn.Sequential(*layers, nn.ConvTranspose2d(width, out_chans, 3, padding=1))
+
+    def forward(self, poses: Tensor, target: Optional[Tensor] = None) -> Tensor:
+        """Capsules ``[b, n, e]`` (and the class to keep, ``[b]``) to images ``[b, c, h, w]`` in 0..1."""
+        pose = _masked(poses, target, self.num_classes).sum(dim=1)  # [b, e]
+        x = F.relu(self.fc(pose)).reshape(-1, 16, self.grid[0], self.grid[1])
+        x = self.layers(self.bn(x))
+        return torch.sigmoid(x[:, :, : self.img_size[0], : self.img_size[1]])

@@ -64,6 +64,7 @@ MODULES = (
     "capsnet_dynamic",
     "capsnet_em",
     "cnn_baselines",
+    "deepcaps",
     "efficient_capsnet",
     "encapnet",
     "hvc",

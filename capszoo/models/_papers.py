@@ -44,6 +44,8 @@ _BEST = "best test epoch, best of 1 to 5 iterations"
 _POOL = "Zhao and Huang 2019, Exploring dynamic routing as a pooling layer"
 _EFFICIENT = "Mazzia et al. 2021, arXiv:2101.12491, as others quote it"
 _SELF = "Hahn et al. 2019, Self-routing capsule networks, poster"
+#: The releases of DeepCaps and HVC choose checkpoints so.
+_BEST_EPOCH = "best test epoch"
 #: The EncapNet paper says nothing about the augmentation of these figures.
 _SILENT = "augmentation not stated"
 _ENCAP = "Li et al. 2018, arXiv:1808.03749"
@@ -150,8 +152,13 @@ PAPERS: dict[str, tuple[PaperFigure, ...]] = {
     )
     + _errors(f"{_POOL}, section 4.3", ("MultiMNIST", 5.2)),
     "efficient_capsnet": _accuracies(_EFFICIENT, ("MNIST", 99.74, "mean")),
+    "deepcaps": _accuracies(
+        "Rajasegaran et al. 2019, arXiv:1904.09546",
+        ("Fashion-MNIST", 94.73, _BEST_EPOCH),
+        ("CIFAR-10", 92.74, f"seven networks at 64 pixels, {_BEST_EPOCH}"),
+    ),
     "hvc": _accuracies(
-        "Byerly et al. 2020, arXiv:2001.09136", ("MNIST", 99.83, "best of several networks, best test epoch")
+        "Byerly et al. 2020, arXiv:2001.09136", ("MNIST", 99.83, f"best of several networks, {_BEST_EPOCH}")
     ),
     "resnet20_avg": _errors(_SELF, ("CIFAR-10", 7.94, "±0.21"), ("SVHN", 3.55)),
     "resnet20_conv": _errors(_SELF, ("CIFAR-10", 10.01, "±0.99"), ("SVHN", 3.98)),

@@ -108,7 +108,7 @@ class DynamicCapsNet(DynamicCapsNetBase):
         routing_iters: int = 3,
         softmax_over: str = "parents",
         routing_init: str = "zero",
-        decoder: bool = False,
+        decoder: Union[bool, str] = False,
         global_pool: str = "avg",
         drop_rate: float = 0.0,
     ) -> None:
@@ -266,7 +266,7 @@ class SixLayerCapsNet(DynamicCapsNetBase):
         routing_iters: int = 3,
         softmax_over: str = "children",
         routing_init: str = "zero",
-        decoder: bool = False,
+        decoder: Union[bool, str] = False,
         global_pool: str = "avg",
         drop_rate: float = 0.0,
     ) -> None:

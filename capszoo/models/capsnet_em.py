@@ -98,7 +98,7 @@ class EMNetBase(CapsuleNet):
         in_chans: int,
         img_size: Union[int, Tuple[int, int]],
         global_pool: str,
-        decoder: bool,
+        decoder: Union[bool, str],
         scores: str,
     ) -> None:
         super().__init__(num_classes, in_chans, img_size, global_pool, decoder=decoder)
@@ -181,7 +181,7 @@ class EMCapsNet(EMNetBase):
         var_floor: float = 1e-4,
         normalize_cost: bool = False,
         scores: str = "logits",
-        decoder: bool = False,
+        decoder: Union[bool, str] = False,
         global_pool: str = "avg",
         drop_rate: float = 0.0,
     ) -> None:
@@ -337,7 +337,7 @@ class SixLayerEMCapsNet(EMNetBase):
         var_floor: float = 1e-4,
         normalize_cost: bool = True,
         scores: str = "logits",
-        decoder: bool = False,
+        decoder: Union[bool, str] = False,
         global_pool: str = "avg",
         drop_rate: float = 0.0,
     ) -> None:

@@ -138,7 +138,7 @@ class EfficientCapsNet(CapsuleNet):
         class_dim: int = 16,
         primary_kernel: Optional[int] = None,
         primary_stride: int = 1,
-        decoder: bool = False,
+        decoder: Union[bool, str] = False,
         global_pool: str = "avg",
         drop_rate: float = 0.0,
     ) -> None:

@@ -129,7 +129,7 @@ class EncapNet(CapsuleNet):
         stem_strides: Sequence[int] = (1,),
         global_pool: str = "avg",
         drop_rate: float = 0.0,
-        decoder: bool = False,
+        decoder: Union[bool, str] = False,
     ) -> None:
         super().__init__(num_classes, in_chans, img_size, global_pool, fixed_input_size=True, decoder=decoder)
         modules = len(depths)

@@ -207,7 +207,7 @@ class HVCapsNet(CapsuleNet):
         in_chans: int = 1,
         img_size: Union[int, Tuple[int, int]] = 28,
         widths: Tuple[int, ...] = (32, 48, 64, 80, 96, 112, 128, 144, 160),
-        decoder: bool = False,
+        decoder: Union[bool, str] = False,
         global_pool: str = "avg",
         drop_rate: float = 0.0,
     ) -> None:

@@ -313,7 +313,7 @@ class RoutingCapsResNet(CapsuleNet):
         lam: float = 1.0,
         routing_iters: int = 3,
         global_pool: str = "avg",
-        decoder: bool = False,
+        decoder: Union[bool, str] = False,
         drop_rate: float = 0.0,
     ) -> None:
         super().__init__(num_classes, in_chans, img_size, global_pool, decoder=decoder)

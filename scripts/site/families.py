@@ -87,6 +87,13 @@ FAMILIES = {
         "A_j = V_j V_j^T / sqrt(d)\nc_ij = softmax_j(sum_k A_kij) + bias_ij\ns_j = squash(sum_i c_ij v_ij)",
         "self_attention_routing",
     ),
+    "deepcaps": Family(
+        "DeepCaps",
+        "deepcaps",
+        "v_jp = squash(sum_i c_ijp u_ijp + bias_j), with c_ijp = softmax over j and p of b_ijp\n"
+        "b_ijp = b_ijp + u_ijp . v_jp, for parent types j at positions p (the skip connection of the fourth block)",
+        "dynamic_routing",
+    ),
     "hvc": Family("HVC", "hvc"),
     "caps_head": Family(
         "Capsule heads",

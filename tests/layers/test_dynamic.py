@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, library
 
 from capszoo.layers import (
+    Conv3dDynamicRouting,
     ConvDynamicRouting,
     DynamicRouting,
     SharedDynamicRouting,
@@ -454,3 +455,43 @@ def test_eval_is_deterministic(name: str) -> None:
     make, shape = LAYERS[name]
     layer, x = make(init="random").eval(), torch.randn(2, *shape)
     assert torch.equal(layer(x), layer(x))
+
+
+# -- one kernel, routed over types and positions ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("num_iters", "stride", "padding"), [(1, 1, 1), (3, 1, 1), (2, 2, 0)])
+def test_conv3d_layer_equals_naive(num_iters: int, stride: int, padding: int) -> None:
+    layer = Conv3dDynamicRouting(3, 2, 2, 3, stride=stride, padding=padding, num_iters=num_iters).double()
+    torch.nn.init.normal_(layer.bias, std=0.3)
+    x = torch.randn(2, 6, 3, 3, dtype=F64, requires_grad=True)
+    kernel = layer.weight.unflatten(0, (2, 3)).permute(3, 4, 0, 1, 2)
+    children = x.unflatten(1, (3, 2)).permute(0, 3, 4, 1, 2)
+    expected, expected_couplings = naive.conv3d_route(
+        children, kernel, layer.bias, stride, padding, num_iters
+    )
+    assert_same(layer(x), expected.permute(0, 3, 4, 1, 2).flatten(1, 2), [x, *layer.parameters()])
+    _, couplings = layer.route(x)
+    torch.testing.assert_close(couplings, expected_couplings.permute(0, 4, 2, 3, 1).flatten(1, 3))
+    torch.testing.assert_close(couplings.sum(1), torch.ones_like(couplings[:, 0]))
+
+
+def test_conv3d_layer_is_a_3d_convolution() -> None:
+    """Its first sums are those of a 3-D convolution whose depth and stride along it are a child's pose."""
+    layer = Conv3dDynamicRouting(3, 2, 4, 5, padding=1, num_iters=1).double()
+    x = torch.randn(2, 6, 4, 3, dtype=F64)
+    kernel = layer.weight.unsqueeze(1)  # [j*e, 1, d, k, l]
+    votes = torch.nn.functional.conv3d(x.unsqueeze(1), kernel, stride=(2, 1, 1), padding=(0, 1, 1))
+    sums = votes.sum(2).unflatten(1, (4, 5)) / (4 * 4 * 3) + layer.bias[:, :, None, None]
+    torch.testing.assert_close(layer(x), squash(sums, dim=2).flatten(1, 2))
+
+
+@pytest.mark.parametrize("value", [0.0, 0.5, 1e6])
+def test_conv3d_layer_is_finite(value: float) -> None:
+    layer = Conv3dDynamicRouting(3, 2, 4, 3, padding=1)
+    x = torch.full((1, 6, 3, 3), value, requires_grad=True)
+    poses = layer(x)
+    poses.sum().backward()
+    assert poses.isfinite().all() and x.grad is not None and x.grad.isfinite().all()
+    with refuses(AssertionError, names=["channels"]):
+        layer(x[:, :4])

@@ -25,6 +25,7 @@ from capszoo.layers import (
     FCIDPA,
     CapConv,
     ClassEM,
+    Conv3dDynamicRouting,
     ConvDynamicRouting,
     ConvEM,
     ConvIDPA,
@@ -219,6 +220,7 @@ CASES = [
         (6, 5, 4),
         DYNAMIC,
     ),
+    Case("dynamic conv 3d", lambda: Conv3dDynamicRouting(3, 2, 4, 5, padding=1), (6, 4, 3)),
     Case("dynamic, shared", lambda: SharedDynamicRouting(3, 4, 5, 2, init="learned", positions=6), (3, 4, 6)),
     Case("em conv", lambda: Packed(ConvEM(2, 3, 2, 2, 1, 3), 8), (10, 4, 4), EM),
     Case(

@@ -314,7 +314,7 @@ WITHOUT = (
 
 
 #: Of these, those whose names share no word with a network that has weights.
-ALONE = ("hvc",)
+ALONE = ("deepcaps", "hvc")
 
 
 @pytest.mark.parametrize("name", [*SEVEN, *sorted(WITHOUT - SEVEN.keys())])

@@ -131,6 +131,9 @@ EXACT: list[tuple[str, dict[str, Any], int]] = [
         },
         151_664,
     ),
+    # the release's 8,441,856 and 8,444,160, which Keras counts with 256 running statistics of the norm
+    ("deepcaps", {}, 8_441_856 - 256),
+    ("deepcaps", {"img_size": 32, "in_chans": 3}, 8_444_160 - 256),
     ("hvc", {}, 1_513_686),
     ("resnet20_avg", {}, 269_722),
     ("resnet20_conv", {}, 893_210),

@@ -126,3 +126,54 @@ def conv_route(
             votes = dense_votes(torch.stack(children, dim=1), flat)
             grid.append(route(votes, num_iters, softmax_over)[0])
     return torch.stack(grid, dim=1).reshape(b, out_h, out_w, parents, e)
+
+
+def conv3d_route(
+    x: Tensor, kernel: Tensor, bias: Tensor, stride: int, padding: int, num_iters: int
+) -> tuple[Tensor, Tensor]:
+    """A convolutional capsule layer of one kernel, routed over types and positions together (DeepCaps).
+
+    Args:
+        x: ``[b, h, w, i, d]``.
+        kernel: ``[k, l, j, e, d]``, the same for every child type.
+        bias: ``[j, e]``, added to every sum before the squash.
+        stride, padding: of the kernel; beyond the border capsules are zero.
+        num_iters: of the routing.
+
+    Returns:
+        ``[b, h', w', j, e]``, and the couplings ``[b, i, h', w', j]`` of the last round.
+    """
+    b, h, w, types, d = x.shape
+    rows, cols, parents, e, _ = kernel.shape
+    padded = x.new_zeros(b, h + 2 * padding, w + 2 * padding, types, d)
+    padded[:, padding : padding + h, padding : padding + w] = x
+    out_h = (h + 2 * padding - rows) // stride + 1
+    out_w = (w + 2 * padding - cols) // stride + 1
+    places = [(row, col, j) for row in range(out_h) for col in range(out_w) for j in range(parents)]
+    all_poses, all_couplings = [], []
+    for image in padded:
+        votes = {}
+        for i in range(types):
+            for row, col, j in places:
+                vote = x.new_zeros(e)
+                for k in range(rows):
+                    for m in range(cols):
+                        vote = vote + kernel[k, m, j] @ image[row * stride + k, col * stride + m, i]
+                votes[i, row, col, j] = vote
+        logits = {key: x.new_zeros(()) for key in votes}
+        poses, c = {}, {}
+        for _ in range(num_iters):
+            for i in range(types):
+                whole = sum(torch.exp(logits[(i, *place)]) for place in places)
+                for place in places:
+                    c[(i, *place)] = torch.exp(logits[(i, *place)]) / whole
+            for place in places:
+                s = sum(c[(i, *place)] * votes[(i, *place)] for i in range(types)) + bias[place[2]]
+                poses[place] = squash_vector(s)
+            for i, *place in votes:
+                key = (i, *place)
+                logits[key] = logits[key] + torch.dot(votes[key], poses[tuple(place)])
+        all_poses.append(torch.stack([poses[place] for place in places]))
+        all_couplings.append(torch.stack([torch.stack([c[(i, *p)] for p in places]) for i in range(types)]))
+    grid = torch.stack(all_poses).reshape(b, out_h, out_w, parents, e)
+    return grid, torch.stack(all_couplings).reshape(b, types, out_h, out_w, parents)

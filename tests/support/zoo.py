@@ -34,6 +34,7 @@ SMALLER: dict[str, dict[str, Any]] = {
     "caps_head": {"img_size": 64, "backbone": "test_resnet"},
     "idpa_resnet": {"img_size": 24},
     "hvc": {"img_size": 20},
+    "deepcaps": {"img_size": 16, "caps_types": 8},
 }
 
 #: Plain networks, the papers' baselines: they have no capsules to return.
@@ -58,6 +59,7 @@ REPRESENTATIVES = (
     "cnn6",
     "cnn_routingpool",
     "cnn_sabour",
+    "deepcaps",
     "efficient_capsnet",
     "encapnet6",
     "hvc",

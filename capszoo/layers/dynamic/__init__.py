@@ -27,10 +27,11 @@ iterations are float32 too, except a single iteration of :class:`DynamicRouting`
 with transforms shared over the grid.
 """
 
-from .layers import ConvDynamicRouting, DynamicRouting, SharedDynamicRouting
+from .layers import Conv3dDynamicRouting, ConvDynamicRouting, DynamicRouting, SharedDynamicRouting
 from .routing import dynamic_routing, shared_dynamic_routing
 
 __all__ = [
+    "Conv3dDynamicRouting",
     "ConvDynamicRouting",
     "DynamicRouting",
     "SharedDynamicRouting",

@@ -6,10 +6,11 @@ Symbols and letters as in :mod:`capszoo.layers.dynamic`.
 from typing import ClassVar, List, Optional, Tuple, Type
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._forward_methods import ForwardMethods, forward_method
-from .._layout import windows
+from .._layout import out_size, split_axis, windows
 from .._modules import at_least, positive, reset_start
 from .._precision import upcast_half
 from ..engine import Engine, Reference, Routed, RoutingLayer
@@ -17,8 +18,9 @@ from ..squash import squash
 from .engines import Blocked, Native, SharedFloat32
 from .routing import check_arguments, dynamic_routing, shared_dynamic_routing
 
-__all__ = ["ConvDynamicRouting", "DynamicRouting", "SharedDynamicRouting"]
+__all__ = ["Conv3dDynamicRouting", "ConvDynamicRouting", "DynamicRouting", "SharedDynamicRouting"]
 
+torch.fx.wrap("split_axis")
 torch.fx.wrap("upcast_half")
 
 
@@ -251,6 +253,95 @@ class ConvDynamicRouting(ForwardMethods):
 
     def extra_repr(self) -> str:
         return f"kernel_size={self.kernel_size}, stride={self.stride}, padding={self.padding}"
+
+
+class Conv3dDynamicRouting(RoutingLayer):
+    """A convolutional capsule layer with one kernel for all children, routed over types and positions together.
+
+    Source: Rajasegaran et al., "DeepCaps" (2019, arXiv:1904.09546), section 3.2: a 3-D convolution whose depth and
+    stride along it are a child's pose. Each child type votes by the same kernel for every parent type at every output
+    position. Its couplings sum to 1 over both, so that it chooses a type and a place. Otherwise the procedure is
+    :func:`dynamic_routing`, whose parents are the ``out_caps * h' * w'`` pairs of type and position.
+
+    Args:
+        in_caps, in_dim: child types, and their pose dimension.
+        out_caps, out_dim: parent types, and their pose dimension.
+        kernel_size, stride, padding: of the kernel.
+        num_iters: iterations.
+
+    ``weight`` is ``[j * e, d, k, l]``, He normal, and ``bias`` ``[j, e]``, 0.1 as in the release.
+
+    Raises:
+        ValueError: an argument is out of range.
+        AssertionError: in ``forward``, the input has another number of channels.
+    """
+
+    def __init__(
+        self,
+        in_caps: int,
+        in_dim: int,
+        out_caps: int,
+        out_dim: int,
+        kernel_size: int = 3,
+        stride: int = 1,
+        padding: int = 0,
+        num_iters: int = 3,
+    ) -> None:
+        super().__init__()
+        at_least(1, in_caps=in_caps, in_dim=in_dim, out_caps=out_caps, out_dim=out_dim)
+        at_least(1, kernel_size=kernel_size, stride=stride, num_iters=num_iters)
+        at_least(0, padding=padding)
+        self.in_caps, self.in_dim, self.out_caps, self.out_dim = in_caps, in_dim, out_caps, out_dim
+        self.kernel_size, self.stride, self.padding, self.num_iters = kernel_size, stride, padding, num_iters
+        self.weight = nn.Parameter(torch.empty(out_caps * out_dim, in_dim, kernel_size, kernel_size))
+        self.bias = nn.Parameter(torch.empty(out_caps, out_dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.kaiming_normal_(self.weight)
+        nn.init.constant_(self.bias, 0.1)
+
+    def _votes(self, x: Tensor) -> Tensor:
+        """``[b, i * d, h, w]`` to ``[b, j, h', w', i, e]``."""
+        x = split_axis(x, 1, [self.in_caps, self.in_dim]).flatten(0, 1)  # [b*i, d, h, w]
+        votes = F.conv2d(x, self.weight, None, self.stride, self.padding)  # [b*i, j*e, h', w']
+        votes = split_axis(split_axis(votes, 1, [self.out_caps, self.out_dim]), 0, [-1, self.in_caps])
+        return votes.permute(0, 2, 4, 5, 1, 3)
+
+    def reference(self, inputs: List[Tensor], num_iters: int, need_couplings: bool) -> Routed:
+        """Votes by the shared kernel, then :func:`dynamic_routing`; the poses are ``[b, j * e, h', w']``."""
+        votes = self._votes(inputs[0])
+        h, w = votes.shape[2], votes.shape[3]
+        bias = self.bias.unsqueeze(1).expand(self.out_caps, h * w, self.out_dim).flatten(0, 1)
+        poses, couplings = dynamic_routing(votes.flatten(1, 3), num_iters, bias=bias)
+        grid = split_axis(poses, 1, [self.out_caps, h, w]).permute(0, 1, 4, 2, 3)
+        return Routed([grid.flatten(1, 2)], [], couplings if need_couplings else None)
+
+    @torch.jit.unused
+    def sizes(self, inputs: List[Tensor]) -> Tuple[int, int, int, int, int]:
+        h, w = (out_size(size, self.kernel_size, self.stride, self.padding) for size in inputs[0].shape[2:])
+        return 1, self.in_caps, self.out_caps * h * w, self.in_dim, self.out_dim
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[b, i * d, h, w]`` to ``[b, j * e, h', w']``; channel = capsule * pose dimension + index."""
+        torch._assert(
+            x.shape[1] == self.in_caps * self.in_dim, "wrong number of channels for this routing layer"
+        )
+        return self.compute([x], self.num_iters, False).poses[0]
+
+    @forward_method
+    def route(self, x: Tensor) -> Tuple[Tensor, Tensor]:
+        """Like ``forward``, and the last iteration's couplings ``[b, j * h' * w', i]``, which sum to 1 over axis 1."""
+        routed = self.compute([x], self.num_iters, True)
+        couplings = routed.couplings
+        assert couplings is not None
+        return routed.poses[0], couplings
+
+    def extra_repr(self) -> str:
+        return (
+            f"{self.in_caps}x{self.in_dim} -> {self.out_caps}x{self.out_dim}, kernel_size={self.kernel_size}, "
+            f"stride={self.stride}, padding={self.padding}, num_iters={self.num_iters}"
+        )
 
 
 class SharedDynamicRouting(_DynamicLayer):

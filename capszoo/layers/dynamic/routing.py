@@ -38,6 +38,7 @@ def dynamic_routing(
     num_iters: int,
     softmax_over: str = "parents",
     start: Optional[Tensor] = None,
+    bias: Optional[Tensor] = None,
 ) -> Tuple[Tensor, Tensor]:
     """Route votes to parents (Procedure 1).
 
@@ -48,6 +49,8 @@ def dynamic_routing(
         softmax_over: the axis over which the couplings sum to 1: ``"parents"`` (Sabour et al., Eq. 3) or
             ``"children"`` (Li et al., appendix A.i).
         start: ``[j, i]``, the logits of the first iteration; zero where absent.
+        bias: ``[j, e]``, added to the sums of votes before the squash (Rajasegaran et al. 2019, release); none where
+            absent.
 
     Returns:
         poses ``[b, j, e]``, squashed, and the couplings ``[b, j, i]`` of the last iteration.
@@ -65,6 +68,8 @@ def dynamic_routing(
     else:
         couplings = torch.softmax(upcast_half(start), dim=axis - 1).to(votes.dtype).unsqueeze(0)  # [1, j, i]
         total = torch.matmul(couplings.unsqueeze(2), votes).squeeze(2)
+    if bias is not None:
+        total = total + bias
     poses = squash(total)  # line 6: [b, j, e]
     pose_sum = poses
     for t in range(1, num_iters):
@@ -74,6 +79,8 @@ def dynamic_routing(
             logits = logits + start
         couplings = torch.softmax(logits, dim=axis).to(votes.dtype)  # line 4: [b, j, i]
         total = torch.matmul(couplings.unsqueeze(2), votes).squeeze(2)  # line 5: [b, j, e]
+        if bias is not None:
+            total = total + bias
         poses = squash(total)  # line 6
         if t < num_iters - 1:
             pose_sum = pose_sum + poses
