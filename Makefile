@@ -17,7 +17,7 @@ RUNTIMES ?= .venv-runtimes
 # One thread a process: two pytest workers with two threads each are slower than two with one.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: named-python help demo test test-slow test-timm test-trt-rtx lint format bench eval-weights docs clean gpu site test-site test-ray test-runtimes
+.PHONY: named-python help demo test test-slow test-timm test-trt-rtx lint format bench eval-weights docs clean gpu site test-site test-ray test-runtimes photos
 
 help:
 	@echo "make demo          a capsule network reads real digits: predictions, heat map, ONNX file"
@@ -32,6 +32,7 @@ help:
 	@echo "make lint          ruff and mypy alone"
 	@echo "make bench         time and memory of each model against a CIFAR ResNet-18"
 	@echo "make gpu           everything that needs a GPU, in steps that a second call goes on with (docs/dev/gpu.md)"
+	@echo "make photos        heads on photographs, pretrained and from scratch: the runs that are missing (CAPSZOO_DATA)"
 	@echo "make eval-weights  accuracy of the bundled weights on their test sets (CAPSZOO_DATA names the data)"
 	@echo "make docs          write the generated tables and pages anew"
 
@@ -113,6 +114,9 @@ bench: $(STAMP)
 # ARGS="--dry-run --out /tmp/gpu" tries it on a CPU
 gpu: $(STAMP)
 	$(PY) benchmarks/gpu.py $(or $(ARGS),--out bench/gpu)
+
+photos: $(STAMP)
+	$(PY) benchmarks/photos.py $(ARGS)
 
 eval-weights: $(STAMP)
 	$(PY) scripts/eval_weights.py $(ARGS)

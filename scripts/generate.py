@@ -1,17 +1,20 @@
 """Files that derive from the code: developers run it when help, recipes, weights or results change.
 
-``make docs`` writes capszoo/catalogue.json, the tables of README.md, recipes/README.md and of benchmarks.md,
-fine-tune.md, models.md and robustness.md in docs, the curves and pictures of docs, the example in docs/publish.md.
+``make docs`` writes capszoo/catalogue.json, docs/results.csv, the tables of README.md, recipes/README.md and of
+benchmarks.md, fine-tune.md, models.md and robustness.md in docs, the curves and pictures of docs, the example in
+docs/publish.md.
 
-The sources are timm's registry (names, docstrings, parameter counts), the recipe files with their header
-comments, the metadata beside the weights, and the results of benchmarks/models.py, export.py, heads.py,
-robustness.py and ``make test-trt-rtx`` in benchmarks/results. ``--check`` writes nothing and fails if a file is out of
-date; a test does the same.
+The sources are timm's registry (names, docstrings, parameter counts), the recipe files with their header comments, the
+metadata beside the weights, and the results of benchmarks/models.py, export.py, heads.py, photos.py, robustness.py and
+``make test-trt-rtx`` in benchmarks/results. ``--check`` writes nothing and fails if a file is out of date; a test does
+the same.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
+import io
 import json
 import math
 import re
@@ -25,7 +28,7 @@ sys.path.insert(0, str(ROOT))  # a plain checkout works too
 from timm.models import model_entrypoint
 
 import capszoo
-from benchmarks import heads, robustness
+from benchmarks import heads, photos, robustness
 from capszoo._pretrained.catalogue import CATALOGUE, checkpoints, stated
 from capszoo._pretrained.info import (
     WeightsInfo,
@@ -166,6 +169,36 @@ def results_table() -> str:
             f"| {stated.num_params:,} |"
         )
     return "\n".join(lines)
+
+
+def results_csv() -> str:
+    """The checkpoints in the columns of timm's results files, then the data set, what is counted, and n."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(
+        (
+            "model",
+            "top1",
+            "top1_err",
+            "top5",
+            "top5_err",
+            "param_count",
+            "img_size",
+            "crop_pct",
+            "interpolation",
+        )
+        + ("dataset", "metric", "n")
+    )
+    for name, info in checkpoints(aliases=False).items():
+        stated = info.metadata
+        test = stated.metrics["test"]
+        assert test.top1 is not None and stated.num_params is not None
+        writer.writerow(
+            (name, f"{test.top1:.3f}", f"{100 - test.top1:.3f}", "", "", f"{stated.num_params / 1e6:.2f}")
+            + (max(info.input_size[1:]), f"{info.crop_pct:g}", info.interpolation)
+            + (stated.dataset.name, counted(info), test.n)
+        )
+    return out.getvalue()
 
 
 def train_command(info: WeightsInfo) -> str:
@@ -386,6 +419,7 @@ def outputs() -> dict[Path, str]:
         ROOT / "recipes" / "README.md": {"recipes": recipe_table()},
         ROOT / "docs" / "benchmarks.md": {"models": benchmark_table(), "exported": export_table()},
         ROOT / "docs" / "fine-tune.md": {
+            "photos": photos.table(),
             "head-cost": heads.cost_table(heads.stored()),
             "backbones": heads.backbones_table(heads.stored()),
         },
@@ -398,6 +432,7 @@ def outputs() -> dict[Path, str]:
     }
     return {
         CATALOGUE: catalogue(),
+        ROOT / "docs" / "results.csv": results_csv(),
         **{page: filled(page, content) for page, content in blocks.items()},
     }
 
