@@ -62,6 +62,8 @@ def _blank(net: Any) -> Explanation:
         ("encapnet6_master", {"img_size": 16}, 0.5, 8),
         ("idpa_cnn", {}, 0.5, 2),
         ("resnet20_routingcaps", {}, 0.5, 4),
+        ("hvc", {}, 3.5, 1),
+        ("deepcaps", {}, 0.5, 8),
     ],
 )
 def test_of_the_zoos_networks(name: str, options: dict[str, Any], first: float, step: float) -> None:
