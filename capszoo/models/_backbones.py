@@ -32,6 +32,7 @@ from .._pretrained.files import (
     load_weights,
     local_weights,
 )
+from .._utils.files import read_json_object
 from ..errors import WeightsError
 from ._builder import untrusted_config
 
@@ -357,7 +358,14 @@ def described_backbone(name: str, cache_dir: Optional[str] = None) -> Optional[M
     if source == "hf-hub":
         config = hub_config(target, cache_dir)
     else:
-        config = ModelConfig.read(_saved_file(target, "config.json"))
+        path = _saved_file(target, "config.json")
+        stated = read_json_object(path)
+        if "architectures" in stated and not {"architecture", "pretrained_cfg"} & stated.keys():
+            raise WeightsError(
+                f"{target}: config.json names no model of timm (architecture) but one of the library transformers "
+                "(architectures): save a timm model with its save_for_hf, and name that folder"
+            )
+        config = ModelConfig.read(path)
     if not is_model(config.architecture):
         raise WeightsError(
             f"{target}: config.json: {unknown_name('architecture', config.architecture, timm.list_models())}"

@@ -397,9 +397,10 @@ def test_images_are_normalised_as_the_weights_state(tmp_path: Path) -> None:
     [
         (None, "has no config.json: save the backbone with timm's save_for_hf"),
         ("{", "not readable as JSON"),
-        ("[]", "holds a list"),
-        ("{}", "lacks the key 'architecture'"),
-        ('{"architecture": 5}', "architecture must be a registered model's name"),
+        ("[]", "no JSON object"),
+        ("{}", "architecture is wrong"),
+        ('{"architecture": 5}', "architecture is wrong"),
+        ('{"architectures": ["ResNetForImageClassification"]}', "names no model of timm"),
         ('{"architecture": "resnt18"}', "unknown architecture 'resnt18': did you mean 'resnet18'"),
         ('{"architecture": "resnet18", "pretrained_cfg": 5}', "pretrained_cfg must be an object"),
     ],
