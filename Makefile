@@ -124,6 +124,7 @@ eval-weights: $(STAMP)
 docs: $(STAMP)
 	$(PY) scripts/generate.py
 	$(PY) scripts/comparison.py
+	$(PY) scripts/evidence.py
 
 clean:
 	rm -rf build *.egg-info .mypy_cache .pytest_cache .ruff_cache .timm-tests demo

@@ -19,6 +19,7 @@ import json
 import math
 import statistics
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -35,7 +36,7 @@ from capszoo.recipes.config import load_recipe
 from capszoo.recipes.training.run_folder import compared_settings
 from capszoo.summary import count_multiply_adds
 
-__all__ = ["HEADS", "Row", "collect", "commands", "page", "rows"]
+__all__ = ["HEADS", "Row", "collect", "commands", "holm", "page", "rows", "welch_interval"]
 
 KEPT = ROOT / "benchmarks" / "results" / "comparison"
 COST = ROOT / "benchmarks" / "results" / "comparison_cost.json"
@@ -282,27 +283,32 @@ def table(found: list[Row]) -> list[str]:
     return lines
 
 
-def welch(row: Row, twin: Row) -> Any:
-    """Welch's test of two heads' test accuracies."""
+def welch_interval(first: Sequence[float], second: Sequence[float]) -> tuple[float, float, float]:
+    """Difference of two means, half the width of its 95% confidence interval (Welch's t), and the p value."""
     from scipy.stats import ttest_ind
 
-    return ttest_ind(row.figures("test"), twin.figures("test"), equal_var=False)
+    test = ttest_ind(first, second, equal_var=False)
+    low, high = test.confidence_interval(0.95)
+    return statistics.mean(first) - statistics.mean(second), float(high - low) / 2, float(test.pvalue)
+
+
+def holm(p: dict[str, float]) -> set[str]:
+    """Names whose p value remains significant at 5% with Holm's correction for their number."""
+    ascending = sorted(p, key=lambda name: p[name])
+    count = len(ascending)
+    first_kept = next((k for k, name in enumerate(ascending) if not p[name] <= 0.05 / (count - k)), count)
+    return set(ascending[:first_kept])
 
 
 def difference(row: Row, twin: Row) -> tuple[float, float]:
     """Difference of two heads' mean accuracies, and half the width of its 95% confidence interval."""
-    low, high = welch(row, twin).confidence_interval(0.95)
-    return row.mean - twin.mean, (high - low) / 2
+    return welch_interval(row.figures("test"), twin.figures("test"))[:2]
 
 
 def differ_by_holm(enough: list[Row], twin: Row) -> list[Row]:
     """Heads whose difference to the twin remains significant at 5% with Holm's correction for their number."""
-    p = {row.head: float(welch(row, twin).pvalue) for row in enough}
-    ascending = sorted(enough, key=lambda row: p[row.head])
-    first_kept = next(
-        (k for k, row in enumerate(ascending) if p[row.head] > 0.05 / (len(ascending) - k)), len(ascending)
-    )
-    return [row for row in enough if row in ascending[:first_kept]]
+    remain = holm({row.head: welch_interval(row.figures("test"), twin.figures("test"))[2] for row in enough})
+    return [row for row in enough if row.head in remain]
 
 
 def conclusion(found: list[Row]) -> list[str]:

@@ -118,3 +118,79 @@ def test_a_measurement_is_repeated_for_another_file(
     assert again == before
     other = tiny._outliers_of(prepared(model, limit=4), tmp_path, 5)
     assert other.spec.name == "fashion_mnist" and other.images.shape == (5, 1, 28, 28)
+
+
+@pytest.fixture(scope="module")
+def script(root: Path) -> Any:
+    return load_script(root / "scripts" / "evidence.py")
+
+
+def test_the_page_is_up_to_date(script: Any) -> None:
+    assert script.PAGE.read_text(encoding="utf-8") == script.page(), "run `make docs`"
+    drawn = {f"evidence_{claim}" for claim, (done, _) in script.progress(script.KEPT).items() if done} - {
+        "evidence_rates"
+    }
+    assert {path.stem for path in script.PICTURES.glob("evidence_*.svg")} == drawn
+
+
+def test_a_page_without_runs_claims_nothing(script: Any, tmp_path: Path) -> None:
+    text = script.page(tmp_path)
+    assert text.count("Not run yet.") == len(script.CLAIMS) and ".svg" not in text
+    assert script.plots(tmp_path, tmp_path) == [] and "Not tested yet" in script.summary(tmp_path)
+
+
+def few(folder: Path, evidence: Any, means: dict[str, float], seeds: int = 3) -> None:
+    for name, mean in means.items():
+        head, _, twin = name.partition(", ")
+        for seed in range(seeds):
+            run = evidence.Job("small", "few", 10, head, bool(twin), seed)
+            row = {"test": mean + 0.1 * seed, "validation": mean, "rate": 0.1, "seed": seed}
+            evidence.keep("few", run.key, row, folder)
+
+
+def test_a_difference_needs_three_seeds_and_its_interval(script: Any, evidence: Any, tmp_path: Path) -> None:
+    few(tmp_path, evidence, {"avg": 90.0, "em": 91.0, "em, even": 90.0}, seeds=2)
+    text = script.page(tmp_path)
+    assert "Fewer than three seeds of each side" in text and "108" in text
+    few(tmp_path, evidence, {"avg": 90.0, "em": 91.0, "em, even": 90.0, "conv": 90.05})
+    text = script.page(tmp_path)
+    # Welch: 2.776 * 0.1 * sqrt(2 / 3)
+    assert text.count("| em | +1.00 ± 0.23 | differs |") == 2, "against the even twin and against avg"
+    assert "| conv | +0.05 ± 0.23 | – |" in text
+    assert (
+        "| em, even | 0.1 | 3 | 90.10 ± 0.10 | 90.0 |" in text
+        and "| dynamic | – | 0 | not run yet | – |" in text
+    )
+    (path,) = script.plots(tmp_path, tmp_path)
+    assert path.name == "evidence_few.svg" and path.stat().st_size > 1000
+
+
+def test_verdicts_count_what_the_intervals_show(script: Any, evidence: Any, tmp_path: Path) -> None:
+    def score(source: str, low: float) -> dict[str, Any]:
+        return {
+            "change": "shift",
+            "source": source,
+            "width": 9,
+            "r2": low + 0.05,
+            "interval": [low, low + 0.1],
+        }
+
+    lows = {"class poses": 0.5, "class activations": 0.0, "pooled features": 0.55, "pixels": 0.9}
+    scores = [score(source, low) for source, low in lows.items()]
+    scores += [one | {"change": "rotation"} for one in scores]
+    row = {"dataset": "cifar10", "result": {"n": 300, "fitted": 300, "scores": scores}}
+    evidence.keep("pose", f"small/{evidence.HEAD_CHECKPOINTS['em']}", row, tmp_path)
+    said = script.pose_lines(tmp_path)[0]
+    assert "activations in 2 of 2 cases" in said and "same network in none of 2" in said
+    methods = [
+        {"method": name, "n": 20, "random": 0.3, "area": 0.4, "gain": gain, "interval": interval}
+        for name, gain, interval in (
+            ("couplings", -0.1, [-0.2, -0.05]),
+            ("gradient", 0.1, [0.05, 0.2]),
+            ("occlusion", 0.2, [0.1, 0.3]),
+        )
+    ]
+    row = {"dataset": "cifar10", "result": {"methods": methods}}
+    evidence.keep("deletion", f"small/{evidence.HEAD_CHECKPOINTS['em']}", row, tmp_path)
+    said = script.deletion_lines(tmp_path)[0]
+    assert "none of 1 networks" in said and "less in 1 of 1" in said

@@ -4,7 +4,7 @@
 score                of an image; a larger one is taken for an image of the data set
 ==================== =============================================================================================
 max probability      the largest probability of a class (Hendrycks, Gimpel 2017, arXiv:1610.02136)
-energy               log Σ exp(logits) (Liu et al. 2020, arXiv:2010.03759); for logits alone
+energy               log Σ exp(logits) (Liu et al. 2020, arXiv:2010.03759); not for normalised scores, where it is 0
 max activation       the largest activation of a class capsule: its length, in networks that score by lengths
 reconstruction       minus the mean squared error of the decoder's image of the predicted class, with a decoder
 coupling entropy     minus the mean entropy of the last routing layer's couplings, as a share of its maximum
@@ -40,6 +40,10 @@ __all__ = [
     "outliers",
     "require_auroc",
 ]
+
+
+#: Largest energy of scores that are logarithms of probabilities.
+NORMALISED = 1e-3
 
 
 @dataclass(frozen=True)
@@ -110,7 +114,10 @@ def outlier_scores(
             found["energy"] = scores.float().logsumexp(1)
         for name, values in found.items():
             parts.setdefault(name, []).append(values.float().cpu())
-    return {name: torch.cat(pieces) for name, pieces in parts.items()}
+    scores_of = {name: torch.cat(pieces) for name, pieces in parts.items()}
+    if "energy" in scores_of and bool((scores_of["energy"].abs() < NORMALISED).all()):
+        del scores_of["energy"]  # the logits are log-probabilities
+    return scores_of
 
 
 def _capsule_scores(net: Any, x: Tensor, pixels: Tensor) -> dict[str, Tensor]:

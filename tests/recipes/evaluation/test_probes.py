@@ -144,6 +144,12 @@ def test_scores_of_outliers() -> None:
     torch.testing.assert_close(found["max activation"], x.sum((1, 2, 3)))
     torch.testing.assert_close(found["energy"], _Known()(x).detach().logsumexp(1))
 
+    class Normalised(_Known):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).log_softmax(1)
+
+    assert "energy" not in outlier_scores(target(images(6), Normalised())), "it would be rounding alone"
+
 
 @needs_torchmetrics
 def test_dark_images_are_told_from_bright_ones() -> None:

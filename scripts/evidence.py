@@ -1,0 +1,581 @@
+"""The page docs/evidence.md: maintainers run it when a run of benchmarks/evidence.py has ended (`make docs` does).
+
+    python scripts/evidence.py            # the page, and a plot for each claim that has been run
+    python scripts/evidence.py --check    # write nothing; fail where the page is out of date
+
+Every figure comes from a record in benchmarks/results/evidence; a claim without runs is marked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # a plain checkout works too
+
+from benchmarks.evidence import (
+    DIGIT_CHECKPOINTS,
+    EVEN,
+    HEAD_CHECKPOINTS,
+    KEPT,
+    RATES,
+    SCALES,
+    SEEDS,
+    VARIANTS,
+    jobs,
+    kept,
+    measurements,
+)
+from scripts.comparison import holm, welch_interval
+
+__all__ = ["PAGE", "page", "plots"]
+
+PAGE, PICTURES = ROOT / "docs" / "evidence.md", ROOT / "docs" / "pictures"
+SCALE = "small"
+
+CLAIMS = {
+    "pose": "The pose of a class capsule says how its object is turned or shifted",
+    "deletion": "The couplings mark what a prediction depends on",
+    "ood": "Capsule lengths and couplings tell images of another data set",
+    "few": "Capsules need fewer images",
+    "rotation": "Capsules generalise to unseen rotations",
+    "attack": "Capsules resist attacks",
+}
+
+#: A trained claim's figures: key of the record, and how the page names it.
+FIGURES = {"few": "test", "rotation": "unseen"}
+
+
+def records(claim: str, folder: Path = KEPT) -> dict[str, dict[str, Any]]:
+    """Key without the scale -> record, of the page's scale."""
+    prefix = f"{SCALE}/"
+    return {
+        key.removeprefix(prefix): row for key, row in kept(claim, folder).items() if key.startswith(prefix)
+    }
+
+
+def head_of(model: str) -> str:
+    """The head of a checkpoint on the CIFAR ResNet-20, else its name."""
+    return next((head for head, name in HEAD_CHECKPOINTS.items() if name == model), f"`{model}`")
+
+
+def measured(claim: str, folder: Path) -> list[tuple[str, dict[str, Any]]]:
+    """Name and record of every measured checkpoint, in the order of the runs."""
+    rows = records(claim, folder)
+    models = (*HEAD_CHECKPOINTS.values(), *DIGIT_CHECKPOINTS)
+    return [(head_of(model), rows[model]) for model in models if model in rows]
+
+
+def between(interval: tuple[float, float], digits: int = 2) -> str:
+    """An interval as text."""
+    return f"{interval[0]:.{digits}f} to {interval[1]:.{digits}f}"
+
+
+# -- poses ----------------------------------------------------------------------------------------------------------
+
+SOURCES = ("class poses", "class activations", "pooled features", "pixels")
+
+
+def pose_scores(row: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
+    """(change, source) -> score."""
+    return {(one["change"], one["source"]): one for one in row["result"]["scores"]}
+
+
+def pose_lines(folder: Path) -> list[str]:
+    """Verdict and table of the pose probe."""
+    rows = measured("pose", folder)
+    above_activations, above_pooled, compared = [], [], []
+    lines = []
+    for name, row in rows:
+        scores = pose_scores(row)
+        cells = []
+        for change in ("rotation", "shift"):
+            for source in SOURCES:
+                one = scores.get((change, source))
+                cells.append(f"{one['r2']:.2f} ({between(one['interval'])})" if one else "–")
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+        if name in ("avg", "routing_pool") or ("shift", "class poses") not in scores:
+            continue
+        for change in ("rotation", "shift"):
+            pose, activation, pooled = (scores[change, source] for source in SOURCES[:3])
+            compared.append((name, change))
+            if pose["interval"][0] > activation["interval"][1]:
+                above_activations.append((name, change))
+            if pose["interval"][0] > pooled["interval"][1]:
+                above_pooled.append((name, change))
+    if not rows:
+        return ["Not run yet."]
+    n, fitted = rows[0][1]["result"]["n"], rows[0][1]["result"]["fitted"]
+    verdict = (
+        "A linear map reads more of a rotation or a shift from the class poses than from the class activations in "
+        f"{_of(len(above_activations), len(compared))} cases (networks with class capsules, times the two changes) "
+        f"and more than from the pooled features of the same network in {_of(len(above_pooled), len(compared))}. A "
+        "case counts where the 95% intervals do not overlap."
+    )
+    return [
+        verdict,
+        "",
+        f"R² of a ridge regression and its 95% interval, fitted on {fitted} moved test images, measured on {n} others "
+        "(±60°, and ±15% of the side: [definition](robustness.md#poses)). The head checkpoints share a trunk and a "
+        "recipe, those for MNIST do not. The vectors have different widths, and pixels need no network. What `avg` and "
+        "`routing_pool` have as poses are contributions of groups of channels to each class: they are not counted.",
+        "",
+        "| network | "
+        + " | ".join(f"{change}: {source}" for change in ("rotation", "shift") for source in SOURCES)
+        + " |",
+        "|---|" + "---:|" * 8,
+        *lines,
+    ]
+
+
+def draw_pose(axes: Any, folder: Path) -> None:
+    """R² of the shift by source, and of the rotation."""
+    rows = measured("pose", folder)
+    colours = {"class poses": "C0", "class activations": "C1", "pooled features": "C2", "pixels": "0.7"}
+    for panel, change in zip(axes, ("rotation", "shift"), strict=True):
+        for place, (_, row) in enumerate(rows):
+            scores = pose_scores(row)
+            for offset, source in enumerate(SOURCES):
+                if (change, source) in scores:
+                    _point(
+                        panel, scores[change, source], "r2", place + 0.18 * (offset - 1.5), colours[source]
+                    )
+        panel.set_xlabel(f"R² of the {change}, 95% interval")
+        panel.axvline(0, color="0.8", zorder=0)
+        _names(panel, rows)
+    for source, colour in colours.items():
+        axes[0].plot([], [], "o", color=colour, label=source)
+    axes[0].legend(fontsize=7, loc="upper right")
+
+
+def _point(panel: Any, one: dict[str, Any], key: str, place: float, colour: str) -> None:
+    low, high = one["interval"]
+    panel.plot([low, high], [place, place], color=colour, lw=1)
+    panel.plot([one[key]], [place], "o", color=colour, ms=3)
+
+
+def _names(panel: Any, rows: list[tuple[str, dict[str, Any]]]) -> None:
+    panel.set_yticks(range(len(rows)), [name.strip("`") for name, _ in rows], fontsize=7)
+    panel.invert_yaxis()
+
+
+# -- deletion -------------------------------------------------------------------------------------------------------
+
+METHODS = ("couplings", "gradient", "occlusion")
+
+
+def deletion_lines(folder: Path) -> list[str]:
+    """Verdict and table of the deletion test."""
+    rows = measured("deletion", folder)
+    if not rows:
+        return ["Not run yet."]
+    lines, with_map, better, worse = [], [], [], []
+    for name, row in rows:
+        by = {one["method"]: one for one in row["result"]["methods"]}
+        cells = [f"{by['gradient']['random']:.3f}"]
+        for method in METHODS:
+            one = by[method]
+            cells.append(
+                "–" if one["gain"] is None else f"{one['gain']:+.3f} ({between(one['interval'], 3)})"
+            )
+        lines.append(f"| {name} | {by['gradient']['n']} | " + " | ".join(cells) + " |")
+        if by["couplings"]["gain"] is not None:
+            with_map.append(name)
+            low, high = by["couplings"]["interval"]
+            better += [name] if low > 0 else []
+            worse += [name] if high < 0 else []
+    which = f" ({_listed(better)})" if better else ""
+    return [
+        "Blackening the tiles with the largest couplings lowers the score more than random order does in "
+        f"{_of(len(better), len(with_map))} networks{which}, and less in {_of(len(worse), len(with_map))}. For the "
+        "others the 95% interval holds zero.",
+        "",
+        "The area over the curve in random order, and by how much that of each map's order exceeds it, with the 95% "
+        "interval over the images: the mean fall of the predicted class's probability while the visible tiles of an "
+        "image are blackened one after the other, first those with the largest values "
+        "([definition](robustness.md#deletion)). Maps of gradient × pixel and of occlusion need no couplings.",
+        "",
+        "| network | n | random order | couplings | gradient | occlusion |",
+        "|---|---:|---:|---:|---:|---:|",
+        *lines,
+    ]
+
+
+def draw_deletion(axes: Any, folder: Path) -> None:
+    """Gain over random order by map."""
+    (panel,) = axes
+    rows = measured("deletion", folder)
+    for place, (_, row) in enumerate(rows):
+        for offset, one in enumerate(row["result"]["methods"]):
+            if one["gain"] is not None:
+                _point(panel, one, "gain", place + 0.2 * (offset - 1), f"C{offset}")
+    for offset, method in enumerate(METHODS):
+        panel.plot([], [], "o", color=f"C{offset}", label=method)
+    panel.axvline(0, color="0.5", zorder=0)
+    panel.set_xlabel("area over the curve, less that of random order")
+    panel.legend(fontsize=7)
+    _names(panel, rows)
+
+
+# -- outliers -------------------------------------------------------------------------------------------------------
+
+SCORES = ("max probability", "energy", "max activation", "reconstruction", "coupling entropy")
+OF_CAPSULES = SCORES[2:]
+
+
+def ood_lines(folder: Path) -> list[str]:
+    """Verdict and table of outliers."""
+    rows = measured("ood", folder)
+    if not rows:
+        return ["Not run yet."]
+    lines, better, compared = [], [], []
+    for name, row in rows:
+        by = {one["score"]: one for one in row["result"]["scores"]}
+        cells = [
+            f"{by[s]['auroc']:.3f} ({between(by[s]['interval'], 3)})" if s in by else "–" for s in SCORES
+        ]
+        others = row["result"]["dataset"]
+        counts = f"{row['result']['n']} / {row['result']['others']}"
+        lines.append(f"| {name} | {row['dataset']} / {others} | {counts} | " + " | ".join(cells) + " |")
+        for score in OF_CAPSULES:
+            if score in by and name not in ("avg", "routing_pool", "conv"):
+                compared.append((name, score))
+                if by[score]["interval"][0] > by["max probability"]["interval"][1]:
+                    better.append(f"{score} of {name}")
+    which = f" ({', '.join(better)})" if better else ""
+    return [
+        "A score that only capsules have (length, reconstruction, coupling entropy) tells images of another data set "
+        f"better than the largest probability of the same network in {_of(len(better), len(compared))} cases{which}.",
+        "",
+        "AUROC and its 95% interval: 0.5 is chance. Scores as [defined](robustness.md#outliers). The energy needs "
+        "logits that are not normalised, the reconstruction a decoder. Below 0.5 a score has the other sense: there, "
+        "couplings are more even for the network's own images.",
+        "",
+        "| network | own / other images | n | " + " | ".join(SCORES) + " |",
+        "|---|---|---:|" + "---:|" * len(SCORES),
+        *lines,
+    ]
+
+
+def draw_ood(axes: Any, folder: Path) -> None:
+    """AUROC by score."""
+    (panel,) = axes
+    rows = measured("ood", folder)
+    for place, (_, row) in enumerate(rows):
+        for one in row["result"]["scores"]:
+            offset = SCORES.index(one["score"])
+            _point(panel, one, "auroc", place + 0.15 * (offset - 2), f"C{offset}")
+    for offset, score in enumerate(SCORES):
+        panel.plot([], [], "o", color=f"C{offset}", label=score)
+    panel.axvline(0.5, color="0.5", zorder=0)
+    panel.set_xlabel("AUROC, 95% interval")
+    panel.legend(fontsize=7)
+    _names(panel, rows)
+
+
+# -- attacks --------------------------------------------------------------------------------------------------------
+
+
+def attack_lines(folder: Path) -> list[str]:
+    """Table of the attacks."""
+    rows = measured("attack", folder)
+    if not rows:
+        return ["Not run yet."]
+    lines = []
+    for name, row in rows:
+        found = row["result"]
+        for one in found["radii"]:
+            stand = ", ".join(f"{key} {count}" for key, count in one["after"].items())
+            lines.append(
+                f"| {name} | {row['dataset']} | {found['n']} | {one['eps']:.4f} | {one['accuracy']:.1f} "
+                f"({between(one['interval'], 1)}) | {stand} | {'yes' if found['masked'] else 'no'} |"
+            )
+    steps = rows[0][1]["result"]["steps"]
+    return [
+        f"Accuracy in per cent under APGD ({steps} steps on the cross-entropy, then {steps} on the margin) and Square, "
+        "and the images that stand after each. One run of each checkpoint: how much the figures vary with the seed was "
+        "not measured, so no head is called more robust.",
+        "",
+        "| network | data set | n | eps | accuracy, % | images that stand | signs of masked gradients |",
+        "|---|---|---:|---:|---:|---|---|",
+        *lines,
+    ]
+
+
+def draw_attack(axes: Any, folder: Path) -> None:
+    """Accuracy at the smaller radius."""
+    (panel,) = axes
+    rows = measured("attack", folder)
+    for place, (_, row) in enumerate(rows):
+        _point(panel, row["result"]["radii"][0], "accuracy", place, "C0")
+    panel.set_xlabel("accuracy at the smaller radius, %, 95% interval")
+    _names(panel, rows)
+
+
+# -- trained claims -------------------------------------------------------------------------------------------------
+
+
+def variant(head: str, even: bool) -> str:
+    """Name of a head, or of its twin with even couplings."""
+    return f"{head}, even" if even else head
+
+
+def trained(claim: str, setting: int, folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """Variant -> records of its seeds."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    rows = records(claim, folder)
+    for head, even in VARIANTS:
+        keys = (f"{setting}/{head}{'/even' if even else ''}/{seed}" for seed in SEEDS)
+        found[variant(head, even)] = [rows[key] for key in keys if key in rows]
+    return found
+
+
+def twins() -> list[tuple[str, str]]:
+    """Every head with what it is compared with: its even twin and average pooling."""
+    pairs = [(head, variant(head, True)) for head in EVEN]
+    return pairs + [(head, "avg") for head, even in VARIANTS if not even and head != "avg"]
+
+
+def trained_lines(claim: str, folder: Path) -> list[str]:
+    """Verdict and tables of a trained claim, for each of its settings."""
+    key, lines = FIGURES[claim], []
+    for setting in sorted({job.setting for job in jobs(SCALE) if job.claim == claim}):
+        rows = trained(claim, setting, folder)
+        if not any(rows.values()):
+            continue
+        what = (
+            f"{setting} image{'s' if setting > 1 else ''} of each class"
+            if setting
+            else "Within ±30°, tested at 30 to 60°"
+        )
+        lines += [
+            f"**{what}**",
+            "",
+            f"| head | rate | runs | {key}, % | validation, % |",
+            "|---|---:|---:|---:|---:|",
+        ]
+        for name, runs in rows.items():
+            values = [run[key] for run in runs]
+            shown = _plus_minus(values) if values else "not run yet"
+            rate = f"{runs[0]['rate']:g}" if runs else "–"
+            validation = f"{statistics.mean(run['validation'] for run in runs):.1f}" if runs else "–"
+            lines.append(f"| {name} | {rate} | {len(runs)} | {shown} | {validation} |")
+        lines += ["", *_differences(rows, lambda run: run.get(key)), ""]
+        if claim == "rotation":
+            level = SCALES[SCALE].level
+            lines += [f"The same at the first validation accuracy of {level:g}%:", ""]
+            lines += [*_differences(rows, lambda run: (run["matched"] or {}).get(key)), ""]
+    return lines[:-1] or ["Not run yet."]
+
+
+def _differences(
+    rows: dict[str, list[dict[str, Any]]], figure: Callable[[dict[str, Any]], float | None]
+) -> list[str]:
+    """Table of the differences to the twins, with Holm's correction over the heads of each kind of twin."""
+    lines = []
+    for kind in ("even", "avg"):
+        found: dict[str, tuple[float, float, float]] = {}
+        for head, twin in twins():
+            if (twin == "avg") == (kind == "avg"):
+                values = [[figure(run) for run in rows[name]] for name in (head, twin)]
+                complete = [[value for value in part if value is not None] for part in values]
+                if all(len(part) == len(SEEDS) for part in complete):
+                    found[head] = welch_interval(complete[0], complete[1])
+        if not found:
+            continue
+        remain = holm({head: p for head, (_, _, p) in found.items()})
+        twin = "its even twin" if kind == "even" else "`avg`"
+        lines += [
+            f"| head, against {twin} | difference, points | with Holm's correction for {len(found)}, 5% |",
+            "|---|---:|---|",
+        ]
+        for head, (by, half, _) in found.items():
+            lines.append(f"| {head} | {by:+.2f} ± {half:.2f} | {'differs' if head in remain else '–'} |")
+        lines.append("")
+    return lines[:-1] or ["Fewer than three seeds of each side: no difference is stated."]
+
+
+def _plus_minus(values: list[float]) -> str:
+    spread = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.2f}{spread}"
+
+
+def _draw_trained(claim: str) -> Callable[[Any, Path], None]:
+    def draw(axes: Any, folder: Path) -> None:
+        (panel,) = axes
+        for setting in sorted({job.setting for job in jobs(SCALE) if job.claim == claim}):
+            rows = {name: runs for name, runs in trained(claim, setting, folder).items() if runs}
+            if not rows:
+                continue
+            values = [[run[FIGURES[claim]] for run in runs] for runs in rows.values()]
+            means = [statistics.mean(part) for part in values]
+            bars = [statistics.stdev(part) if len(part) > 1 else math.nan for part in values]
+            label = f"{setting} a class" if setting else "30 to 60°"
+            panel.errorbar(means, list(rows), xerr=bars, fmt="o", capsize=3, label=label)
+        panel.set_xlabel("test top-1, %, ± standard deviation over the seeds")
+        panel.invert_yaxis()
+        panel.legend(fontsize=7)
+
+    return draw
+
+
+# -- the page -------------------------------------------------------------------------------------------------------
+
+LINES: dict[str, Callable[[Path], list[str]]] = {
+    "pose": pose_lines,
+    "deletion": deletion_lines,
+    "ood": ood_lines,
+    "few": lambda folder: trained_lines("few", folder),
+    "rotation": lambda folder: trained_lines("rotation", folder),
+    "attack": attack_lines,
+}
+#: Drawing of a claim, the number of its panels.
+DRAWN: dict[str, tuple[Callable[[Any, Path], None], int]] = {
+    "pose": (draw_pose, 2),
+    "deletion": (draw_deletion, 1),
+    "ood": (draw_ood, 1),
+    "few": (_draw_trained("few"), 1),
+    "rotation": (_draw_trained("rotation"), 1),
+    "attack": (draw_attack, 1),
+}
+
+
+def _of(count: int, all_of: int) -> str:
+    return f"{count} of {all_of}" if count else f"none of {all_of}"
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names)
+
+
+def progress(folder: Path) -> dict[str, tuple[int, int]]:
+    """Claim -> runs that are kept, and all of them."""
+    everything = [(one.claim, one.key) for one in measurements(SCALE)]
+    everything += [(job.claim, job.key) for job in jobs(SCALE)]
+    found = {}
+    for claim in (*CLAIMS, "rates"):
+        keys = [key for own, key in everything if own == claim]
+        rows = kept(claim, folder)
+        found[claim] = (sum(key in rows for key in keys), len(keys))
+    return found
+
+
+def summary(folder: Path) -> str:
+    """The paragraph at the top, for a reader to quote."""
+    done = progress(folder)
+    said = []
+    for claim in ("pose", "deletion", "ood"):
+        if done[claim][0]:
+            said.append(LINES[claim](folder)[0])
+    waiting = [
+        CLAIMS[claim].lower() for claim in CLAIMS if done[claim][0] < done[claim][1] and not done[claim][0]
+    ]
+    partly = [
+        f"{claim} ({done[claim][0]} of {done[claim][1]} runs)"
+        for claim in CLAIMS
+        if 0 < done[claim][0] < done[claim][1]
+    ]
+    lines = " ".join(said)
+    if partly:
+        lines += f" Partly run: {', '.join(partly)}."
+    if waiting:
+        lines += f" Not tested yet: {'; '.join(waiting)}."
+    return lines
+
+
+def page(folder: Path = KEPT) -> str:
+    """docs/evidence.md."""
+    scale = SCALES[SCALE]
+    done = progress(folder)
+    rates = ", ".join(f"{rate:g}" for rate in RATES)
+    lines = [
+        "# When do capsules help?",
+        "",
+        summary(folder),
+        "",
+        "```sh",
+        "capszoo eval resnet20_em.cifar10 --pose --deletion --ood cifar100 --limit 1000   # any checkpoint or run",
+        "python benchmarks/evidence.py --missing    # runs of this page that are missing",
+        "python benchmarks/evidence.py              # run them",
+        "```",
+        "",
+        "Each claim has its own protocol, and no figure of a paper stands here as a baseline. The measurements are "
+        "those of `capszoo eval`, on test images drawn by seed 0. The runs of this page are small, for a slow core: a "
+        "result that an interval leaves open stays open.",
+        "",
+        "| claim | runs kept | of |",
+        "|---|---:|---:|",
+        *(f"| {text} | {done[claim][0]} | {done[claim][1]} |" for claim, text in CLAIMS.items()),
+        f"| (trials of learning rates) | {done['rates'][0]} | {done['rates'][1]} |",
+        "",
+        "Networks that are trained for this page: the CIFAR ResNet-20 with eight heads on MNIST at "
+        f"{scale.size}×{scale.size} pixels, {scale.updates} updates of {scale.batch} images ({2 * scale.updates} for "
+        f"rotations), SGD, cosine, the best of the rates {rates} for each head by {scale.validation} validation "
+        f"images, {len(SEEDS)} seeds, the last weights, {scale.test:,} test images. Even is the same head with "
+        "`even_couplings`: the same parameters, no routing. `routing_pool` without routing is `avg`. `self_routing` "
+        "has no such twin, since its couplings are its scores.",
+    ]
+    for claim, text in CLAIMS.items():
+        lines += ["", f"## {text}", "", *LINES[claim](folder)]
+        if done[claim][0]:
+            lines += ["", f"![{text}](pictures/evidence_{claim}.svg)"]
+    lines += [
+        "",
+        "## What has not been run",
+        "",
+        "Other affine poses (affNIST) at matched accuracy, overlapping digits, corruptions with three seeds, and a "
+        "transfer attack from `avg`: `benchmarks/evidence.py` has no runs of them yet. [Robustness](robustness.md) has "
+        "affNIST, corruptions and calibration of single checkpoints. `--scale full` is the size for a GPU.",
+    ]
+    return "\n".join([*lines, ""])
+
+
+def plots(folder: Path = KEPT, out: Path = PICTURES) -> list[Path]:
+    """Draw every claim that has runs."""
+    import matplotlib
+
+    from capszoo.explain.plotting import new_figure
+
+    written = []
+    done = progress(folder)
+    for claim, (draw, panels) in DRAWN.items():
+        if not done[claim][0]:
+            continue
+        rows = len(measured(claim, folder)) or len(VARIANTS)
+        figure = new_figure(4.6 * panels + 1.2, 1.4 + 0.32 * rows)
+        axes = figure.subplots(1, panels, squeeze=False)[0]
+        draw(axes, folder)
+        path = out / f"evidence_{claim}.svg"
+        with matplotlib.rc_context({"svg.hashsalt": "evidence"}):  # the same records, the same file
+            figure.savefig(path, metadata={"Date": None})
+        written.append(path)
+    return written
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; fail where the page is out of date"
+    )
+    args = parser.parse_args()
+    text = page()
+    if args.check:
+        if PAGE.is_file() and PAGE.read_text(encoding="utf-8") == text:
+            return 0
+        print(f"error: {PAGE.relative_to(ROOT)} is out of date: run `make docs`", file=sys.stderr)
+        return 1
+    PAGE.write_text(text, encoding="utf-8")
+    plots()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
