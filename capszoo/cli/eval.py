@@ -492,10 +492,13 @@ def _print_routing(stats: RoutingStats, labels: list[str]) -> None:
         table = Table(*columns, "mean largest coupling", "dead", box=None, pad_edge=False)
         for number, layer in enumerate(stats.layers, 1):
             sizes = (f"{layer.positions}", f"{layer.parents}", f"{layer.children}")
-            entropy = "" if layer.entropy is None else f"{layer.entropy:.4f}"
+            entropy, peak = ("" if value is None else f"{value:.4f}" for value in (layer.entropy, layer.peak))
             dead = f"{layer.dead} of {layer.competing}"
-            table.add_row(str(number), *sizes, layer.over, entropy, f"{layer.peak:.4f}", dead)
+            table.add_row(str(number), *sizes, layer.over or "none: credit", entropy, peak, dead)
         out.print(table)
+        for number, layer in enumerate(stats.layers, 1):
+            if layer.negative is not None:
+                out.print(f"layer {number}: {layer.negative:.1%} of the credit is negative")
     if stats.never_predicted:
         never = ", ".join(labels[k] for k in stats.never_predicted[:MOST_CLASSES])
         out.print(f"never predicted: {escape(never)}", soft_wrap=True)
@@ -518,16 +521,18 @@ def _print_iterations(report: Report) -> None:
     out = stdout()
     out.print()
     out.print(
-        f"mean absolute change in each iteration: routing logits (couplings, as a multiple of an even one); "
+        "mean absolute change in each iteration: routing logits (couplings, as a multiple of an even one; credit, "
+        "which has no logits, as a multiple of its mean size); "
         f"n = {min(ITERATION_IMAGES, report.result.n)}; * beyond the network's own iterations",
         soft_wrap=True,
     )
-    most = len(report.iterations[0].logits)
+    most = len(report.iterations[0].couplings)
     table = Table("routing layer", *(f"iteration {t}" for t in range(1, most + 1)), box=None, pad_edge=False)
     for number, layer in enumerate(report.iterations, 1):
         shown = (
-            f"{logits:.3g} ({couplings:.3g}){'' if t <= layer.own else '*'}"
-            for t, (logits, couplings) in enumerate(zip(layer.logits, layer.couplings, strict=True), 1)
+            (f"{layer.logits[t]:.3g} " if layer.logits else "")
+            + f"({change:.3g}){'' if t < layer.own else '*'}"
+            for t, change in enumerate(layer.couplings)
         )
         table.add_row(str(number), *shown)
     out.print(table)

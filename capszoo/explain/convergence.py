@@ -3,7 +3,7 @@
 Sabour et al. 2017 ("Dynamic Routing Between Capsules", Fig. A.1) draw the mean change of the routing logits b_ij by
 iteration, to show that routing converges. Here the change is computed from the couplings, which every routing has: the
 couplings are a softmax, so their logarithm equals the logits up to a shift that cancels in the softmax; the mean over
-the softmax's axis is subtracted on both sides.
+the softmax's axis is subtracted on both sides. Credit (Heinsen's routing) has no logits: its own change is measured.
 
 One layer at a time is run with 1, 2, … iterations, the layers below it with their usual number: so the last couplings
 of t iterations are the t-th couplings of a longer routing from the same children. Concurrent routing (IDPA), where all
@@ -38,8 +38,9 @@ class IterationChanges:
 
     Attributes:
         own: number of iterations in the network.
-        logits: mean absolute change of the logits (natural logarithm of a coupling, minus the mean).
-        couplings: mean absolute change of the couplings, as a multiple of an even one.
+        logits: mean absolute change of the logits (natural logarithm of a coupling, minus the mean); empty for credit.
+        couplings: mean absolute change of the couplings, as a multiple of an even one. Of credit, as a multiple of its
+            mean size after the iteration; before the first there is none, so that its first change is 1.
     """
 
     own: int
@@ -98,11 +99,16 @@ class _Layer:
     def __init__(self, layout: CouplingLayout, own: int, iterations: int) -> None:
         self.layout, self.own = layout, own
         self.sums = torch.zeros(2, iterations, dtype=torch.float64)
+        self.sizes = torch.zeros(iterations, dtype=torch.float64)  # of credit
         self.count = 0
 
     def add(self, iterations: list[Tensor]) -> None:
         """Add the couplings after each iteration, in the layout of the network."""
         flat = [canonical(c, self.layout) for c in iterations]  # [b, positions, parents, children]
+        self.count += flat[0].numel()
+        if self.layout.over is None:
+            self._add_credit(flat)
+            return
         axis = 2 if self.layout.over == "parents" else 3
         even = 1 / flat[0].shape[axis]
         before = torch.full_like(flat[0], even)
@@ -111,9 +117,19 @@ class _Layer:
             self.sums[0, t] += float((logits[1] - logits[0]).abs().cpu().double().sum())
             self.sums[1, t] += float((now - before).abs().cpu().double().sum()) / even
             before = now
-        self.count += flat[0].numel()
+
+    def _add_credit(self, iterations: list[Tensor]) -> None:
+        before = torch.zeros_like(iterations[0])
+        for t, now in enumerate(iterations):
+            self.sums[1, t] += float((now - before).abs().cpu().double().sum())
+            self.sizes[t] += float(now.abs().cpu().double().sum())
+            before = now
 
     def result(self) -> IterationChanges:
+        if self.layout.over is None:
+            return IterationChanges(
+                self.own, (), tuple((self.sums[1] / self.sizes.clamp_min(1e-30)).tolist())
+            )
         logits, couplings = (self.sums / self.count).tolist()
         return IterationChanges(self.own, tuple(logits), tuple(couplings))
 

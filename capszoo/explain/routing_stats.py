@@ -6,6 +6,8 @@ All statistics are computed in one evaluation of the images:
   of a parent), divided by its maximum: 1 is even couplings, 0 is a single coupling of 1;
 * dead capsules: those that compete for couplings (the parents, or the children) and never, in any image, get more than
   ``DEAD`` of an even share;
+* of credit (Heinsen's routing), which is no share, no entropy: how much of its size is negative, and as dead those
+  parents that never assign more than ``DEAD`` of an even share of its size;
 * the curves of Li et al. 2018 ("Neural Network Encapsulation"), Fig. 2: votes sorted by their cosine with the parent
   capsule, and for each cosine the share of the votes and their mean length.
 """
@@ -40,23 +42,26 @@ class LayerStats:
     Attributes:
         positions: number of positions that are routed separately.
         parents, children: number of capsules at each position.
-        over: the axis that the couplings sum to 1 over, ``"parents"`` or ``"children"``.
-        entropy: mean normalised entropy; None if the axis has only one capsule.
-        peak: mean of the largest coupling.
-        dead: number of competing capsules (``over``) that never get more than ``DEAD`` of an even share.
+        over: the axis that the couplings sum to 1 over, ``"parents"`` or ``"children"``; None for credit.
+        entropy: mean normalised entropy; None if the axis has only one capsule, and for credit.
+        peak: mean of the largest coupling; None for credit.
+        dead: number of competing capsules (``over``; the parents of credit) that never get more than ``DEAD`` of an
+            even share.
+        negative: negative credit as a share of the sum of all sizes, 0 to 1; None for shares.
     """
 
     positions: int
     parents: int
     children: int
-    over: str
+    over: str | None
     entropy: float | None
-    peak: float
+    peak: float | None
     dead: int
+    negative: float | None = None
 
     @property
     def competing(self) -> int:
-        return self.parents if self.over == "parents" else self.children
+        return self.children if self.over == "children" else self.parents
 
 
 @dataclass(frozen=True)
@@ -114,13 +119,18 @@ class _Layer:
         self.over = layout.over
         self.layout = layout
         self.shape = (0, 0, 0)
-        self.entropy = self.peak = 0.0
+        self.entropy = self.peak = self.negative = self.size = 0.0
         self.count = 0
         self.most: Tensor | None = None
 
     def add(self, couplings: Tensor) -> None:
         c = canonical(couplings, self.layout)
         self.shape = (c.shape[1], c.shape[2], c.shape[3])
+        share = self._credit(c) if self.over is None else self._shares(c)  # [b, competing]
+        most = share.amax(0)
+        self.most = most if self.most is None else torch.maximum(self.most, most)
+
+    def _shares(self, c: Tensor) -> Tensor:
         dim = 2 if self.over == "parents" else 3
         total = c.sum(dim)
         if not bool(((total - 1).abs() < 1e-2).all()):  # also true for NaN
@@ -129,20 +139,30 @@ class _Layer:
         self.peak += float(c.amax(dim).cpu().double().sum())
         self.count += total.numel()
         # A parent's share in an image is over all children; a child may contribute to a single position or parent.
-        share = c.mean((1, 3)) if self.over == "parents" else c.amax((1, 2))  # [b, competing]
-        most = share.amax(0)
-        self.most = most if self.most is None else torch.maximum(self.most, most)
+        return c.mean((1, 3)) if self.over == "parents" else c.amax((1, 2))
+
+    def _credit(self, c: Tensor) -> Tensor:
+        sizes = c.abs().sum((1, 3))  # [b, parents]
+        if not bool(torch.isfinite(sizes).all()):
+            raise CapszooError("the credit is not finite", "the weights are damaged")
+        self.size += float(sizes.cpu().double().sum())
+        self.negative += float(c.clamp(max=0).cpu().double().sum().abs())
+        return sizes / sizes.sum(1, keepdim=True).clamp_min(torch.finfo(sizes.dtype).tiny)
 
     def result(self) -> LayerStats:
         assert self.most is not None
         even = 1 / len(self.most)
+        dead = int((self.most < DEAD * even).sum())
+        if self.over is None:
+            negative = self.negative / self.size if self.size else 0.0
+            return LayerStats(*self.shape, over=None, entropy=None, peak=None, dead=dead, negative=negative)
         entropy = self.entropy / self.count
         return LayerStats(
             *self.shape,
             over=self.over,
             entropy=None if math.isnan(entropy) else entropy,
             peak=self.peak / self.count,
-            dead=int((self.most < DEAD * even).sum()),
+            dead=dead,
         )
 
 

@@ -22,6 +22,7 @@ from .dynamic import (
 from .em import ClassEM, ConvEM, SharedEM, em_routing, shared_em_routing
 from .engine_choice import engine_report, use_engines
 from .engine_choice import read_environment as _read_environment
+from .heinsen import HeinsenRouting, heinsen_routing
 from .idpa import FCIDPA, CapsuleNorm, ConvIDPA, IDPAStack, idpa_routing
 from .primary import PrimaryCaps2d, capsules_from_map
 from .routing_pool import RoutingCaps, RoutingPool2d, routing_caps, routing_pool
@@ -43,6 +44,7 @@ __all__ = [
     "DynamicRouting",
     "EncapModule",
     "FCIDPA",
+    "HeinsenRouting",
     "IDPAStack",
     "MasterAide",
     "PrimaryCaps2d",
@@ -64,6 +66,7 @@ __all__ = [
     "exponential_squash",
     "feature_kl",
     "ground_cost",
+    "heinsen_routing",
     "idpa_routing",
     "routing_caps",
     "routing_pool",

@@ -61,7 +61,7 @@ class CapsuleOutput(NamedTuple):
         poses: class capsules ``[b, n, e]``.
         activations: presence of each class, ``[b, n]``: capsule length, EM activation or logit.
         couplings: one tensor per routing layer, in order: ``[b, positions…, parents, children…]``;
-            ``coupling_layouts()`` gives the parents' axis and the axis that sums to 1. Empty without routing.
+            ``coupling_layouts()`` gives the parents' axis and the axis that sums to 1, if any. Empty without routing.
     """
 
     scores: Tensor
@@ -76,11 +76,12 @@ class CouplingLayout(NamedTuple):
     Attributes:
         parents: the axis of the parents. The axes before it (except the batch) are positions that are routed
             independently; the axes after it are the children.
-        over: ``"parents"`` or ``"children"``: the axis over which the couplings sum to 1.
+        over: ``"parents"`` or ``"children"``: the axis over which the couplings sum to 1. None: they are credit, which
+            is no share (Heinsen's routing): it has any sign and sums to no fixed number.
     """
 
     parents: int
-    over: str
+    over: Optional[str]
 
 
 class Votes(NamedTuple):

@@ -39,7 +39,7 @@ _MEANING = {
     "scores": "class scores; their argmax is the prediction (capsule lengths, activations or logits)",
     "poses": "class capsules",
     "activations": "how present each class is",
-    "couplings": "shares that each child capsule gives its parents, last iteration",
+    "couplings": "shares that each child capsule gives its parents, last iteration; of Heinsen's routing the credit",
 }
 
 _RESIZE = {

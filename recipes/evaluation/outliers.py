@@ -7,7 +7,8 @@ max probability      the largest probability of a class (Hendrycks, Gimpel 2017,
 energy               log Σ exp(logits) (Liu et al. 2020, arXiv:2010.03759); not for normalised scores, where it is 0
 max activation       the largest activation of a class capsule: its length, in networks that score by lengths
 reconstruction       minus the mean squared error of the decoder's image of the predicted class, with a decoder
-coupling entropy     minus the mean entropy of the last routing layer's couplings, as a share of its maximum
+coupling entropy     minus the mean entropy of the last routing layer's couplings, as a share of its maximum; not of
+                     credit (Heinsen's routing), which is no share
 ==================== =============================================================================================
 
 AUROC is the share of pairs of an image of each set that a score puts in this order: 0.5 is chance. It is computed by
@@ -130,8 +131,8 @@ def _capsule_scores(net: Any, x: Tensor, pixels: Tensor) -> dict[str, Tensor]:
     if getattr(net, "decoder", None) is not None:
         image = net.reconstruct(out.poses, out.scores.argmax(1)).float()
         found["reconstruction"] = -(image - pixels.float() / 255).square().flatten(1).mean(1)
-    if out.couplings:
-        layout = net.coupling_layouts()[-1]
+    layout = net.coupling_layouts()[-1] if out.couplings else None
+    if layout is not None and layout.over is not None:
         axis = layout.parents if layout.over == "parents" else layout.parents + 1
         couplings = out.couplings[-1].float().flatten(layout.parents + 1)
         if couplings.shape[axis] > 1:

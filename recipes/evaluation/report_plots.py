@@ -245,7 +245,8 @@ def _draw_routing(
     stats: RoutingStats, iterations: tuple[IterationChanges, ...], title: str, path: Path
 ) -> Path:
     """Plot entropy and dead capsules by layer, votes by agreement, change by iteration; only what was measured."""
-    panels = ["couplings", *["votes"] * bool(stats.curve), *["iterations"] * bool(iterations)]
+    with_logits = [changes for changes in iterations if changes.logits]
+    panels = ["couplings", *["votes"] * bool(stats.curve), *["iterations"] * bool(with_logits)]
     layers = list(range(1, len(stats.layers) + 1))
     wide = max(2.6, 0.9 * len(layers) + 1.4)
     widths = {"couplings": wide, "votes": 4.6, "iterations": 4.2}
@@ -266,6 +267,8 @@ def _draw_routing(
     for number, layer in enumerate(stats.layers, 1):
         rows.append(["entropy (1: even)", number, layer.entropy])
         rows.append(["share of dead capsules", number, layer.dead / layer.competing])
+        if layer.negative is not None:
+            rows.append(["share of negative credit", number, layer.negative])
     if stats.curve:
         for cosine, share, length in zip(
             stats.curve.cosine, stats.curve.share, stats.curve.length, strict=True
@@ -362,14 +365,16 @@ def _draw_layers(axes: Any, stats: RoutingStats, layers: list[int]) -> None:
 def _draw_iterations(axes: Any, layers: tuple[IterationChanges, ...]) -> None:
     """Plot the logits' change by iteration, from zero; iterations beyond the network's number are hollow."""
     for number, layer in enumerate(layers, 1):
+        if not layer.logits:  # credit
+            continue
         points = list(enumerate(layer.logits, 1))
         (line,) = axes.plot(*zip(*points, strict=True), label=f"layer {number}" if len(layers) > 1 else None)
         for t, change in points:
             inside = line.get_color() if t <= layer.own else "white"
             axes.plot(t, change, marker="o", color=line.get_color(), markerfacecolor=inside)
     axes.set(xlabel="routing iteration", ylabel="mean change of the logits")
-    axes.set_ylim(0, 1.12 * max(max(layer.logits) for layer in layers) or 1)
-    axes.set_xticks(range(1, len(layers[0].logits) + 1))
+    axes.set_ylim(0, 1.12 * max(max(layer.logits, default=0) for layer in layers) or 1)
+    axes.set_xticks(range(1, len(layers[0].couplings) + 1))
     axes.set_title("Change by iteration", fontsize=10)
     axes.plot([], [], "o", color="grey", label="iterations of the network")
     axes.plot([], [], "o", color="grey", markerfacecolor="white", label="further iterations")

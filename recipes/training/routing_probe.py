@@ -53,6 +53,9 @@ class RoutingProbe:
             "entropy": [_short(layer.entropy) for layer in stats.layers],
             "dead": [layer.dead for layer in stats.layers],
         }
+        negative = [_short(layer.negative) for layer in stats.layers]
+        if any(share is not None for share in negative):  # of credit
+            record["negative"] = negative
         if stats.curve:
             record["share"] = [_short(share) for share in stats.curve.share]
             record["length"] = [_short(length) for length in stats.curve.length]

@@ -31,7 +31,7 @@ def test_entropy_of_even_and_of_single_couplings() -> None:
 class ByHand(nn.Module):
     """Couplings, votes and scores as given, the same for every image."""
 
-    def __init__(self, couplings: Tensor, over: str, votes: Tensor | None = None) -> None:
+    def __init__(self, couplings: Tensor, over: str | None, votes: Tensor | None = None) -> None:
         super().__init__()
         self.couplings, self.over, self.votes = couplings, over, votes
         self.poses = torch.tensor([[1.0, 0.0], [0.0, 2.0]])
@@ -159,3 +159,12 @@ def test_plain_networks_are_refused() -> None:
         routing_stats(plain, [(images(plain), None)])
     with refuses(CapszooError, names=["images"]):
         routing_stats(small("cnn_routingpool"), [])
+
+
+def test_credit_has_no_entropy_but_a_negative_share() -> None:
+    credit = torch.tensor([[[3.0, -1.0], [0.0, 0.1], [-2.0, 4.0]]])  # [b, parents, children]
+    (layer,) = routing_stats(ByHand(credit, None), [(torch.zeros(1, 3, 4, 4), None)]).layers
+    assert layer.over is layer.entropy is layer.peak is None
+    assert layer.negative == pytest.approx(3 / 10.1) and (layer.dead, layer.competing) == (1, 3)
+    with refuses(CapszooError, names=["credit", "finite"]):
+        routing_stats(ByHand(credit * torch.nan, None), [(torch.zeros(1, 3, 4, 4), None)])

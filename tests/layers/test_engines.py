@@ -32,6 +32,7 @@ from capszoo.layers import (
     ConvSelfRouting,
     DynamicRouting,
     EncapModule,
+    HeinsenRouting,
     IDPAStack,
     RoutingPool2d,
     SelfAttentionRouting,
@@ -237,6 +238,8 @@ CASES = [
         SELF_ROUTING,
     ),
     Case("em class", lambda: Packed(ClassEM(2, 3, 2, 3), 8), (10, 3, 2), EM),
+    Case("heinsen", lambda: HeinsenRouting(7, 3, 4, 5), (7, 3)),
+    Case("heinsen, any number", lambda: HeinsenRouting(0, 16, 4, 1, 3), (7, 16)),
     Case("em, shared", lambda: PackedShared(SharedEM(3, 2, 7, 4), 6), (9, 5), EM),
 ]
 

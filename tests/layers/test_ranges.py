@@ -18,6 +18,7 @@ from capszoo.layers import (
     ConvSelfRouting,
     DynamicRouting,
     EncapModule,
+    HeinsenRouting,
     MasterAide,
     PrimaryCaps2d,
     RoutingCaps,
@@ -54,6 +55,7 @@ LAYERS: list[tuple[Any, dict[str, Any], dict[str, int]]] = [
     (SelfRouting, VOTES, dict.fromkeys(VOTES, 1) | {"out_dim": 0}),
     (ConvSelfRouting, VOTES | WINDOW, dict.fromkeys(VOTES | WINDOW, 1) | {"padding": 0}),
     (SelfAttentionRouting, VOTES, dict.fromkeys(VOTES, 1)),
+    (HeinsenRouting, VOTES, dict.fromkeys((*VOTES, "num_iters"), 1) | {"in_caps": 0}),
     (
         PrimaryCaps2d,
         {"in_chans": 3, "num_caps": 2, "pose_dim": 4, "kernel_size": 3},

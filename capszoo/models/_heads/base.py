@@ -32,7 +32,7 @@ __all__ = [
 HEADS: Dict[str, Type["CapsuleHead"]] = {}
 
 #: Arguments that follow from the feature map and the data set.
-_MAP_ARGUMENTS = ("in_chans", "grid", "num_classes")
+_MAP_ARGUMENTS = ("in_chans", "grid", "num_classes", "lower_chans")
 
 _Head = TypeVar("_Head", bound="Type[CapsuleHead]")
 
@@ -55,7 +55,8 @@ class HeadOutput(NamedTuple):
         poses: class capsules ``[b, n, e]``.
         activations: presence of each class, ``[b, n]``.
         couplings: of each routing layer, in order; see :meth:`CapsuleHead.coupling_layouts`.
-        share: ``[b, n, i]``, contribution of each child of the class layer to each class; not normalised.
+        share: ``[b, n, i]``, contribution of each child of the class layer to each class; not normalised, and of any
+            sign where the couplings are credit.
     """
 
     scores: Tensor
@@ -96,6 +97,8 @@ class CapsuleHead(ForwardMethods):
     map_quantity = "coupling"
     #: arguments with which the couplings are even for every image; None if there are none, or nothing else is left
     even: ClassVar[Optional[Dict[str, Any]]] = None
+    #: why a head with couplings has no ``even`` arguments
+    never_even = "scores classes by its couplings alone"
     #: whether the scores are normalised over the classes, so that a single class would have a constant one
     relative = False
     #: modules behind the class layer that serve any number of classes, and are identities without classes
@@ -204,7 +207,7 @@ class CapsuleHead(ForwardMethods):
     def coupling_map(self, x: Tensor) -> Tensor:
         """Feature map to ``[b, n, h', w']``: the share of each grid position in each class, summing to 1."""
         out = self._route(x)
-        share = self._hand_down(out.share.float().clamp_min(0.0), out)
+        share = self._hand_down(out.share.float(), out).clamp_min(0.0)
         # not `self.grid`: a head without weights of positions takes maps of other sizes
         grid = [-(-side // self.shrink) for side in x.shape[2:]]
         heat = share.unflatten(2, (*grid, -1)).sum(dim=4) + 1e-12  # [b, n, h, w]
@@ -242,7 +245,7 @@ def create_head(
         ValueError: an unknown routing or argument, sizes that do not fit, or ``even_couplings`` for a head without
             couplings or whose scores are its couplings; one line.
     """
-    head_arguments(routing, set(options))
+    head_arguments(routing, set(options).difference(_MAP_ARGUMENTS))
     if even_couplings:
         options.update(_even_arguments(routing))
     return HEADS[routing](in_chans, grid, num_classes, routing, **options)
@@ -252,7 +255,7 @@ def _even_arguments(routing: str) -> Dict[str, Any]:
     """Arguments with which a head's couplings are even."""
     head = HEADS[routing]
     if head.even is None:
-        why = "scores classes by its couplings alone" if head.has_capsules else "has no couplings"
+        why = head.never_even if head.has_capsules else "has no couplings"
         able = ", ".join(name for name, other in HEADS.items() if other.even is not None)
         raise ValueError(f"the {routing} head {why}: even_couplings is for {able}")
     return head.even

@@ -151,6 +151,11 @@ def test_scores_of_outliers() -> None:
     assert "energy" not in outlier_scores(target(images(6), Normalised())), "it would be rounding alone"
 
 
+def test_credit_is_no_score_of_outliers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_Known, "coupling_layouts", lambda self: (CouplingLayout(1, None),))
+    assert set(outlier_scores(target(images(2)))) == {"max probability", "energy", "max activation"}
+
+
 @needs_torchmetrics
 def test_dark_images_are_told_from_bright_ones() -> None:
     bright = target(images(20))

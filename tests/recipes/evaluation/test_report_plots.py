@@ -168,3 +168,13 @@ def test_routing_has_titles_labels_and_axes_from_zero(tmp_path: Path, kept: list
     assert titled[2].get_ylim()[1] > 0.27
     rows = _rows(path.with_suffix(".csv"))
     assert ["entropy (1: even)", "1", "0.93"] in rows and ["share of dead capsules", "1", "0.1"] in rows
+
+
+def test_credit_has_no_logits_to_draw(tmp_path: Path, kept: list[Any]) -> None:
+    layer = LayerStats(1, 10, 32, over=None, entropy=None, peak=None, dead=1, negative=0.25)
+    stats = RoutingStats(n=5, layers=(layer,), never_predicted=(), curve=None)
+    changes = (IterationChanges(own=2, logits=(), couplings=(1.0, 0.1)),)
+    path = report_plots._draw_routing(stats, changes, "a model, n = 5", tmp_path / "routing.png")
+    assert [axes.get_title() for axes in kept[0].axes] == ["Couplings"]
+    rows = _rows(path.with_suffix(".csv"))
+    assert ["share of negative credit", "1", "0.25"] in rows and ["entropy (1: even)", "1", ""] in rows
