@@ -1,4 +1,4 @@
-"""Eight heads on one backbone with one recipe: maintainers run it when a run of the comparison has ended.
+"""Nine heads on one backbone with one recipe: maintainers run it when a run of the comparison has ended.
 
     python scripts/comparison.py --commands           # what to run: trials, then every head, every seed
     python scripts/comparison.py --collect FOLDER     # keep the metadata of the finished runs below a folder
@@ -52,6 +52,7 @@ HEADS = {
     "em": "resnet20_em.cifar10",
     "idpa": "resnet20_idpa.cifar10",
     "self_routing": "resnet20_selfrouting.cifar10",
+    "heinsen": "resnet20_heinsen.cifar10",
 }
 #: Candidates for the last row: the best one by a trial's validation images.
 DEPTH2 = {
@@ -64,25 +65,25 @@ DEPTH2 = {
 #: gradient: it has hardly begun after one epoch. 5,000 validation images separate candidates that 1,000 do not.
 TRIAL = ("epochs=4", "schedule.warmup_epochs=0.4", "data.val_size=5000")
 
-HEADER = """# Eight classification heads compared
+HEADER = """# Nine classification heads compared
 
 ```sh
 capszoo train resnet20_em.cifar10 --profile comparison --set seed=0     # one of the runs
 python scripts/comparison.py --commands                                 # the commands of all runs
 ```
 
-Eight heads on one backbone, the CIFAR ResNet-20 (16-32-64 channels). The heads with a capsule layer have 32 types of
-primary capsules of 16 dimensions, as in the SR-CapsNet paper. All train on CIFAR-10 with one recipe, each head with
-three seeds. The last epoch's weights are measured once on the 10,000 test images. A trial of four epochs on 5,000
-validation images selects the last row from three heads with two capsule layers. `make docs` writes this page from the
-metadata of the runs in `benchmarks/results/comparison`.
+Nine heads on one backbone, the CIFAR ResNet-20 (16-32-64 channels). The heads with a capsule layer have 32 types of
+primary capsules of 16 dimensions, as in the SR-CapsNet paper, except `heinsen`, which routes the pixels of the map. All
+train on CIFAR-10 with one recipe, each head with three seeds. The last epoch's weights are measured once on the 10,000
+test images. A trial of four epochs on 5,000 validation images selects the last row from three heads with two capsule
+layers. `make docs` writes this page from the metadata of the runs in `benchmarks/results/comparison`.
 
 ± is the standard deviation over the seeds. Entropy is that of the class layer's couplings on validation images after
-the last epoch, as a share of its maximum: 1 means even couplings, 0 one parent (or child) for each capsule. Training
-accuracy is that of the last epoch, on augmented images. A low one suggests underfitting within 20 epochs. The profile
-computes in bf16 (autocast), on processors without fast bf16 units in float32, as the last column states. Precision and
-processor differ between heads and between seeds of a head, and their effect was not measured. Accuracies are those of
-the runs' own files, in float32, of `dynamic` in float16."""
+the last epoch, as a share of its maximum: 1 means even couplings, 0 one parent (or child) for each capsule. The credit
+of `heinsen` is no share and has no entropy. Training accuracy is that of the last epoch, on augmented images. A low one
+suggests underfitting within 20 epochs. The profile computes in bf16 (autocast), on processors without fast bf16 units
+in float32, as the last column states. Precision and processor differ between heads and between seeds of a head, and
+their effect was not measured. Accuracies are those of the runs' own files, in float32, of `dynamic` in float16."""
 
 
 @dataclass(frozen=True)
@@ -231,6 +232,9 @@ def cost_table(measured: Path = COST) -> list[str]:
         "|---|---:|---:|---:|",
     ]
     for head, recipe in (HEADS | DEPTH2).items():
+        if _spec(recipe) not in by_model:
+            lines.append(f"| {head} | not measured yet | – | – |")
+            continue
         row = by_model[_spec(recipe)]
         forward, train = (row[key] / twin[key] for key in ("forward_ratio", "train_ratio"))
         lines.append(f"| {head} | {forward:.2f} | {train:.2f} | {row['peak_over_start_mib']:,.0f} |")

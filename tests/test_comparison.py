@@ -24,7 +24,7 @@ def test_all_heads_share_one_recipe(comparison: Any) -> None:
     ]
     free = {"arch", "tag", "description", "model_args", "routing_images", "checkpoint_every"}
     settings = [{k: v for k, v in recipe.model_dump().items() if k not in free} for recipe in recipes]
-    assert len(recipes) == 10 and all(tree == settings[0] for tree in settings)
+    assert len(recipes) == 11 and all(tree == settings[0] for tree in settings)
     assert settings[0]["clip_grad"] == 1.0, "the conv head diverges without"
 
 
@@ -49,9 +49,9 @@ def run(
 
 def test_rows_without_runs_say_so(comparison: Any, tmp_path: Path) -> None:
     page = comparison.page(tmp_path)
-    assert page.count("no run yet") == 8 and "too few runs" in page and ".svg" not in page
+    assert page.count("no run yet") == 9 and "too few runs" in page and ".svg" not in page
     commands = comparison.commands(kept=tmp_path)
-    assert len(set(commands)) == len(commands) == 3 + 3 * 7, "no head of two layers is chosen yet"
+    assert len(set(commands)) == len(commands) == 3 + 3 * 8, "no head of two layers is chosen yet"
 
 
 def test_a_trial_chooses_the_head_of_two_layers(comparison: Any, tmp_path: Path) -> None:
@@ -66,7 +66,7 @@ def test_a_trial_chooses_the_head_of_two_layers(comparison: Any, tmp_path: Path)
     assert lines[0].endswith("61.00 (validation)") and comparison.chosen(kept) == "dynamic, 2 layers"
     kept_trial = json.loads((kept / "trials" / f"{names[0]}.json").read_text())
     assert "test" not in kept_trial["metrics"], "nothing is chosen by test images, and nothing tempts to"
-    assert f"{names[0]}.2" in comparison.commands(kept=kept)[-1] and len(comparison.commands(kept=kept)) == 27
+    assert f"{names[0]}.2" in comparison.commands(kept=kept)[-1] and len(comparison.commands(kept=kept)) == 30
     page = comparison.page(kept)
     assert "dynamic 61.0%, em 51.0%, self_routing 56.0%" in page
     # a run of full length below trials, or a trial beside the runs, is no trial
@@ -100,7 +100,12 @@ def test_costs_are_relative_to_average_pooling(comparison: Any, tmp_path: Path) 
     measured.write_text(json.dumps({"settings": settings, "rows": rows}))
     lines = comparison.cost_table(measured)
     assert "| avg | 1.00 | 1.00 | 1,000 |" in lines and "| routing_pool | 3.00 | 5.00 | 1,001 |" in lines
-    assert sum(line.startswith("| ") for line in lines) == 11 and "a processor, 2 CPU threads" in lines[0]
+    assert sum(line.startswith("| ") for line in lines) == 12 and "a processor, 2 CPU threads" in lines[0]
+
+    measured.write_text(
+        json.dumps({"settings": settings, "rows": [row for row in rows if "em" not in row["model"]]})
+    )
+    assert "| em | not measured yet | – | – |" in comparison.cost_table(measured)
 
 
 def test_the_page_follows_from_the_runs(comparison: Any, tmp_path: Path) -> None:
@@ -139,10 +144,8 @@ def test_the_page_follows_from_the_runs(comparison: Any, tmp_path: Path) -> None
     assert "dynamic, 2 layers" in rows and "91.00 | 1" in rows["dynamic, 2 layers"]
     # two heads of three seeds, deviation 0.2 each, so Welch's degrees of freedom are 4: 2.776 * 0.2 * sqrt(2 / 3)
     assert "| em | +1.00 ± 0.45 | more accurate | differs |" in after
-    assert (
-        "Seeds are missing for `routing_pool`, `conv`, `dynamic`, `idpa`, `self_routing`, `dynamic, 2 layers`"
-        in page
-    )
+    heads = ("routing_pool", "conv", "dynamic", "idpa", "self_routing", "heinsen", "dynamic, 2 layers")
+    assert f"Seeds are missing for {', '.join(f'`{head}`' for head in heads)}." in page
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,7 @@ HEAD_ROUTINGS = (
     "idpa",
     "self_routing",
     "self_attention",
+    "heinsen",
 )
 
 

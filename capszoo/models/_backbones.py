@@ -8,6 +8,7 @@ from typing import Any, Dict, List, Optional, Set, Tuple
 
 import timm
 import torch
+import torch.nn.functional as F
 from timm.models import (
     PretrainedCfg,
     get_pretrained_cfg,
@@ -36,7 +37,14 @@ from .._utils.files import read_json_object
 from ..errors import WeightsError
 from ._builder import untrusted_config
 
-__all__ = ["BackboneFeatures", "backbone_args", "create_backbone", "described_backbone", "first_convolution"]
+__all__ = [
+    "BackboneFeatures",
+    "BackboneLevels",
+    "backbone_args",
+    "create_backbone",
+    "described_backbone",
+    "first_convolution",
+]
 
 torch.fx.wrap("split_axis")
 
@@ -116,6 +124,54 @@ class BackboneFeatures(nn.Module):
         if self.layout == "tokens":
             return split_axis(x[:, self.prefix :].transpose(1, 2), 2, [self.grid[0], self.grid[1]])
         return x
+
+
+class BackboneLevels(BackboneFeatures):
+    """The maps of a model's last levels as one map ``[b, chans, *grid]``: channels of the lower levels come first.
+
+    The last map is that of :class:`BackboneFeatures`. Those of the levels below it are timm's intermediate features,
+    average-pooled to its grid.
+
+    Args:
+        model: a model with ``forward_features`` and timm's ``forward_intermediates``.
+        in_chans, img_size: of the images.
+        levels: number of maps.
+
+    Raises:
+        ValueError: as :class:`BackboneFeatures`; or the model has no intermediate features, or fewer levels; one line.
+    """
+
+    def __init__(self, model: nn.Module, in_chans: int, img_size: Tuple[int, int], levels: int) -> None:
+        name = type(model).__name__
+        if not hasattr(model, "forward_intermediates"):
+            raise ValueError(
+                f"{name} has no forward_intermediates, so its last map is the only one: leave levels={levels} out, "
+                "or choose another backbone"
+            )
+        super().__init__(model, in_chans, img_size)
+        self.levels = levels
+        try:
+            with evaluating(model), torch.no_grad():
+                maps = self._maps(_blank_image(model, in_chans, img_size))
+        except (AssertionError, AttributeError, RuntimeError, TypeError, ValueError) as error:
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise ValueError(f"{name} has no {levels} levels of maps (levels={levels}): {reason}") from error
+        if len(maps) != levels or any(part.dim() != 4 for part in maps):
+            raise ValueError(f"{name} has no {levels} levels of maps (levels={levels}): use fewer")
+        #: Channels of the maps below the last one.
+        self.lower_chans = tuple(int(part.shape[1]) for part in maps[:-1])
+        self.chans = sum(int(part.shape[1]) for part in maps)
+
+    def _maps(self, x: Tensor) -> List[Tensor]:
+        final, found = self.model.forward_intermediates(x, indices=self.levels)
+        return [*found[:-1], self.to_map(final)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.levels == 1:  # pruned
+            return self.to_map(self.model.forward_features(x))
+        maps = self._maps(x)
+        grid = (maps[-1].shape[2], maps[-1].shape[3])
+        return torch.cat([*(F.adaptive_avg_pool2d(part, grid) for part in maps[:-1]), maps[-1]], dim=1)
 
 
 def _blank_features(model: nn.Module, in_chans: int, img_size: Tuple[int, int]) -> Tensor:

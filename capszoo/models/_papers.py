@@ -176,6 +176,7 @@ PAPERS: dict[str, tuple[PaperFigure, ...]] = {
         ("SVHN", 3.85),
         ("SVHN", 3.70, "2 capsule layers"),
     ),
+    "resnet20_heinsen": (),
     "resnet20_idpa": (),
     "resnet20_selfrouting": _errors(
         _SELF,

@@ -5,8 +5,10 @@ Paper: Hahn, Pyeon, Kim, "Self-Routing Capsule Networks" (NeurIPS 2019): ``resne
 the CIFAR ResNet-20 (16-32-64 channels, parameter-free shortcuts). The public release was read for facts.
 
 ``resnet20_idpa`` (our choice) is the same trunk and the same 32 primary capsules of 16 dimensions with the routing of
-Tsai et al., "Capsules with Inverted Dot-Product Attention Routing" (2020, arXiv:2002.04764). ``caps_head`` is any timm
-backbone with any routing of :data:`capszoo.models._heads.HEADS`; :func:`attach_head` creates it in one call.
+Tsai et al., "Capsules with Inverted Dot-Product Attention Routing" (2020, arXiv:2002.04764).
+``resnet20_heinsen`` (our choice) is the same trunk with the head of Heinsen, "An Algorithm for Routing Vectors in
+Sequences" (2022, arXiv:2211.11754), whose tokens are the pixels of the trunk's map. ``caps_head`` is any timm backbone
+with any routing of :data:`capszoo.models._heads.HEADS`; :func:`attach_head` creates it in one call.
 """
 
 from collections import OrderedDict
@@ -25,6 +27,7 @@ from capszoo.errors import UsageError
 
 from ._backbones import (
     BackboneFeatures,
+    BackboneLevels,
     backbone_args,
     create_backbone,
     create_backbone_cfg,
@@ -38,7 +41,15 @@ from ._builder import build_capsule_model, is_registered, model_cfg, zoo_cfgs
 from ._heads import HEADS, CapsuleHead, create_head, head_arguments, unknown_routing
 from ._inspect import freeze_batch_statistics
 
-__all__ = ["BackboneNet", "HeadNet", "PlainHeadResNet", "RoutedResNet", "SelfRoutingResNet", "attach_head"]
+__all__ = [
+    "BackboneNet",
+    "HeadNet",
+    "HeinsenResNet",
+    "PlainHeadResNet",
+    "RoutedResNet",
+    "SelfRoutingResNet",
+    "attach_head",
+]
 
 
 class HeadNet(CapsuleNet):
@@ -248,6 +259,39 @@ class RoutedResNet(_HeadResNet):
         self._build(layers, routing, options)
 
 
+class HeinsenResNet(_HeadResNet):
+    """CIFAR ResNet and Heinsen's routing: the pixels of the last map to hidden capsules, twice, and to the classes.
+
+    The couplings of :meth:`forward_capsules` are credit, ``[b, j, i]`` of each layer: of any sign, no shares.
+
+    Args:
+        num_classes: classes; 0 returns the pooled features.
+        in_chans, img_size: channels and size of the images; no weight depends on the size.
+        num_caps: hidden capsules of each of the two layers.
+        caps_dim: pose dimension of a hidden capsule; 0 takes the map's channels.
+        routing_iters: routing iterations.
+        layers: depth of the ResNet, 6n + 2.
+        global_pool: ``"avg"``; ``""`` returns the feature map without classes.
+        drop_rate: dropout of single entries of the class layer's child poses, not of whole capsules.
+    """
+
+    def __init__(
+        self,
+        num_classes: int = 10,
+        in_chans: int = 3,
+        img_size: Union[int, Tuple[int, int]] = 32,
+        num_caps: int = 64,
+        caps_dim: int = 0,
+        routing_iters: int = 2,
+        layers: int = 20,
+        global_pool: str = "avg",
+        drop_rate: float = 0.0,
+    ) -> None:
+        super().__init__(num_classes, in_chans, img_size, global_pool)
+        options = dict(num_caps=num_caps, caps_dim=caps_dim, num_iters=routing_iters, drop_rate=drop_rate)
+        self._build(layers, "heinsen", options)
+
+
 #: Keys of a configuration that describe the images, which a ``caps_head`` has from its backbone.
 IMAGE_SETTINGS = ("mean", "std", "interpolation", "crop_pct", "crop_mode")
 
@@ -304,7 +348,12 @@ class BackboneNet(HeadNet):
             backbone = create_backbone(
                 backbone, backbone_pretrained, in_chans, self.img_size, cache_dir, backbone_args
             )
-        features = BackboneFeatures(backbone, in_chans, self.img_size)
+        levels = int(options.get("levels", 1))
+        if levels > 1:
+            features: BackboneFeatures = BackboneLevels(backbone, in_chans, self.img_size, levels)
+            options["lower_chans"] = features.lower_chans
+        else:
+            features = BackboneFeatures(backbone, in_chans, self.img_size)
         self.backbone_cfg: Any = dict(getattr(backbone, "pretrained_cfg", None) or {})
         self.stages = nn.Sequential(OrderedDict(backbone=features))
         self.feature_info = feature_levels_of(
@@ -378,6 +427,8 @@ class BackboneNet(HeadNet):
             return super().forward_intermediates(x, *args, **kwargs)
         features_out = features.model.forward_intermediates(x, *args, **kwargs)
         if isinstance(features_out, tuple):
+            if isinstance(features, BackboneLevels):  # the final features are joined maps
+                return self.forward_features(x), features_out[1]
             return features.to_map(features_out[0]), features_out[1]
         return features_out
 
@@ -391,6 +442,8 @@ class BackboneNet(HeadNet):
         if prune_head:
             self.reset_classifier(0, "")
             self.head = nn.Identity()
+            if isinstance(features, BackboneLevels):  # the last map is what remains
+                features.levels = 1
         # without its head, which most of timm's networks would reset, and which is gone already
         return features.model.prune_intermediate_layers(indices, prune_norm, False)
 
@@ -434,7 +487,8 @@ def attach_head(
         freeze: freeze the backbone: its parameters need no gradient, and it stays in eval mode in training, so that the
             statistics of its norms do not change.
         **head_args: of the head: ``proj_chans`` (64), ``max_grid`` (8), ``routing_iters``, ``even_couplings=True``
-            (the same head without routing), and those specific to the routing, such as ``caps_types`` or ``depth``.
+            (the same head without routing), and those specific to the routing, such as ``caps_types``, ``depth`` or
+            ``levels``.
 
     Returns:
         A network with all of the zoo's methods.
@@ -504,6 +558,11 @@ default_cfgs = zoo_cfgs(
         "resnet20_conv": _cfg(),
         "resnet20_dynamic": _cfg(),
         "resnet20_em": _cfg(),
+        "resnet20_heinsen": _cfg(
+            fixed_input_size=False,
+            paper_ids=("arXiv:2211.11754",),
+            paper_name="An Algorithm for Routing Vectors in Sequences",
+        ),
         "resnet20_idpa": _cfg(**_IDPA_PAPER),
         "resnet20_selfrouting": _cfg(),
         "caps_head": _cfg(
@@ -518,6 +577,7 @@ default_cfgs = zoo_cfgs(
 
 _create_plain = partial(build_capsule_model, PlainHeadResNet)
 _create_routed = partial(build_capsule_model, RoutedResNet)
+_create_heinsen = partial(build_capsule_model, HeinsenResNet)
 _create_self_routing = partial(build_capsule_model, SelfRoutingResNet)
 _create_backbone_net = partial(build_capsule_model, BackboneNet)
 
@@ -548,6 +608,13 @@ def resnet20_em(pretrained: bool = False, **kwargs: Any) -> RoutedResNet:
     """ResNet-20 with EM routing: CIFAR-10 error 10.25, with two capsule layers 12.52."""
     args = dict(routing="em", routing_iters=3)
     return _create_routed("resnet20_em", pretrained, defaults=args, **kwargs)
+
+
+@register_model
+def resnet20_heinsen(pretrained: bool = False, **kwargs: Any) -> HeinsenResNet:
+    """ResNet-20 with the head of Heinsen's routing, 64 tokens to 64, 64 and the classes (our choice of network)."""
+    args = dict(num_caps=64, routing_iters=2)
+    return _create_heinsen("resnet20_heinsen", pretrained, defaults=args, **kwargs)
 
 
 @register_model

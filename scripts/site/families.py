@@ -99,6 +99,8 @@ FAMILIES = {
         "Capsule heads",
         "resnet20_selfrouting",
         "self-routing: c_ij = softmax_j(W_i u_i), a_j = sum_i c_ij a_i / sum_i a_i\n"
+        "heinsen: R_ij = softmax_j(log sigmoid(S(u_i, G(v_j)))), credit_ij = f(a_i) (use_ij R_ij - ign_ij (1 - R_ij)), "
+        "v_j = sum_i credit_ij vote_ij\n"
         "The other heads route as on the pages of their families.",
         "self_routing",
         'net = capszoo.attach_head("resnet18", routing="self_routing", num_classes=37)  # on any timm backbone',

@@ -110,3 +110,17 @@ def test_what_cannot_be_measured() -> None:
     with refuses(CapszooError, names=["images"]):
         iteration_changes(small("cnn_routingpool"), [])
     assert iteration_changes(small("encapnet6"), []) == iteration_changes(small("cnn_sabour"), []) == ()
+
+
+def test_the_change_of_credit_is_its_own() -> None:
+    """Credit has no logits; before the first iteration there is none."""
+    model = small("resnet20_heinsen").eval()
+    x = images(model)
+    changes = iteration_changes(model, [x], iterations=2)
+    assert [layer.logits for layer in changes] == [()] * 3 and [layer.own for layer in changes] == [2] * 3
+    with torch.no_grad():
+        second = model.forward_capsules(x).couplings[2]
+        model.head.classes.num_iters = 1
+        first = model.forward_capsules(x).couplings[2]
+    expected = float((second - first).abs().mean() / second.abs().mean())
+    assert changes[2].couplings == pytest.approx((1.0, expected), rel=1e-4)

@@ -231,6 +231,7 @@ def test_pooling_without_routing_has_no_couplings_to_show(pool: str) -> None:
         ("capsnet6_dynamic", "coupling × capsule length"),
         ("capsnet_em_norb_small", "coupling × activation"),
         ("resnet20_selfrouting", "coupling × activation"),
+        ("resnet20_heinsen", "positive credit"),
         ("encapnet6_master", "vote component"),
     ],
 )

@@ -27,6 +27,7 @@ PER_ROUTING = (
     "capsnet_em_norb_small",
     "efficient_capsnet",
     "encapnet6",  # without couplings
+    "resnet20_heinsen",
     "resnet20_idpa",
     "resnet20_routingpool",
 )

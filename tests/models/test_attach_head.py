@@ -72,6 +72,8 @@ def check(net: Any, routing: str) -> None:
     assert heat.shape == (2, net.num_classes, *net.head.grid)
     torch.testing.assert_close(heat.sum((2, 3)), torch.ones(2, net.num_classes))
     layout = net.coupling_layouts()[-1]
+    if layout.over is None:  # credit
+        return
     couplings = out.couplings[-1].flatten(layout.parents + 1)  # parents, then all children
     over = layout.parents if layout.over == "parents" else layout.parents + 1
     assert bool(((couplings.sum(over) - 1).abs() < 1e-4).all())
@@ -137,7 +139,7 @@ def test_even_couplings_are_exactly_even(routing: str, depth: int) -> None:
     assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in even.parameters())
 
 
-@pytest.mark.parametrize("routing", ["self_routing", "avg", "conv"])
+@pytest.mark.parametrize("routing", ["self_routing", "heinsen", "avg", "conv"])
 def test_heads_without_an_even_twin_are_refused(routing: str) -> None:
     """Self-routing's activations are its couplings: held even, all classes have one score."""
     with refuses(ValueError, names=[routing, "even_couplings", "dynamic"]):
@@ -526,6 +528,15 @@ def test_children_that_features_use_without_calling_them_stay(name: str) -> None
         assert net(x).shape == (2, 3) and torch.equal(inner.forward_features(x), features)
 
 
+class NoLevels(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3, 4, 1)
+
+    def forward_features(self, x: torch.Tensor) -> torch.Tensor:
+        return self.conv(x)
+
+
 class Foreign(nn.Module):
     """A backbone of somebody else; its parts have a classifier's names, the worst case."""
 
@@ -796,6 +807,81 @@ def test_a_pruned_head() -> None:
     for arguments in ((3,), (0, "avg")):
         with refuses(RuntimeError, names=["head", "pruned"]):
             net.reset_classifier(*arguments)
+
+
+#: levels of each backbone
+LEVELS = {"resnet18": 3, "vit_tiny_patch16_224": 4, "swin_tiny_patch4_window7_224": 2, "efficientnet_b0": 3}
+
+
+@pytest.mark.parametrize("backbone", slow_unless(("vit_tiny_patch16_224", "efficientnet_b0"), LEVELS))
+def test_a_head_takes_the_maps_of_several_levels(backbone: str) -> None:
+    levels = LEVELS[backbone]
+    net = attached(backbone, "heinsen", levels=levels)
+    check(net, "heinsen")
+    x, features = images(net, 2), net.stages.backbone
+    with torch.no_grad():
+        joined = net.forward_features(x)
+        final, found = net.forward_intermediates(x, indices=levels)
+        last = features.to_map(features.model.forward_features(x))
+        assert torch.equal(joined, final) and joined.shape[1] == net.num_features
+        *lower, own = torch.split(joined, net.head.level_chans, dim=1)
+        assert torch.equal(own, last)
+        for part, level in zip(lower, found[:-1], strict=True):
+            assert torch.equal(part, nn.functional.adaptive_avg_pool2d(level, features.grid))
+        credit = net.forward_capsules(x).couplings[0]
+    assert credit.shape == (2, net.head.num_caps, levels * net.head.grid[0] * net.head.grid[1])
+    net.train()(images(net, 3)).square().mean().backward()
+    assert not [key for key, p in net.named_parameters() if p.grad is None]
+
+
+def test_levels_are_part_of_a_saved_network(tmp_path: Path) -> None:
+    net = attached("test_resnet", "heinsen", 64, levels=2, proj_chans=8)
+    save_for_hf(net, str(tmp_path), safe_serialization=True)
+    x = images(net)
+    for create in (capszoo.create_model, timm.create_model):
+        again = create(f"local-dir:{tmp_path}", pretrained=True).eval()
+        with torch.no_grad():
+            assert torch.equal(again(x), net(x))
+    with torch.no_grad():
+        torch.testing.assert_close(torch.fx.symbolic_trace(net)(x), net(x))
+        expected = net.stages.backbone.model.forward_features(x)
+        net.prune_intermediate_layers(1)
+        assert torch.equal(net(x), expected), "what remains is the last map"
+
+
+@pytest.mark.slow
+def test_a_head_of_several_levels_is_exported(tmp_path: Path) -> None:
+    pytest.importorskip("onnxscript")
+    from capszoo.export.to_onnx import export
+
+    net = attached("resnet18", "heinsen", levels=3)
+    report = export(
+        net, tmp_path / "model.onnx", gate="quick", batch=(1, 2, 3), outputs=("scores", "couplings")
+    )
+    assert report.passed and report.max_rel_diff <= report.tolerance
+
+
+@pytest.mark.parametrize(
+    ("backbone", "options", "names"),
+    [
+        (NoLevels(), {"levels": 2}, ["NoLevels", "forward_intermediates", "levels=2"]),
+        ("test_resnet", {"levels": 9}, ["ResNet", "levels=9", "5"]),
+        ("test_resnet", {"levels": 0}, ["levels"]),
+        ("test_resnet", {"levels": 2, "proj_chans": 0}, ["channels", "proj_chans"]),
+        ("test_resnet", {"lower_chans": (8,)}, ["lower_chans"]),
+    ],
+)
+def test_levels_that_are_not_there_get_one_line(
+    backbone: Any, options: dict[str, Any], names: list[str]
+) -> None:
+    with refuses(ValueError, names=names) as caught:
+        capszoo.attach_head(backbone, "heinsen", num_classes=3, img_size=64, **options)
+    assert "\n" not in str(caught.value)
+
+
+def test_levels_are_an_argument_of_one_head() -> None:
+    with refuses(ValueError, names=["levels", "idpa"]):
+        capszoo.attach_head("resnet18", "idpa", num_classes=3, img_size=64, levels=2)
 
 
 @pytest.mark.parametrize("routing", ["dynamic", "em", "self_routing", "self_attention"])

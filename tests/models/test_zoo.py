@@ -143,6 +143,8 @@ EXACT: list[tuple[str, dict[str, Any], int]] = [
     ("resnet20_em", {"depth": 2}, 813_988),
     # the trunk, the primary convolution and its LayerNorm, a 4x4 transform for each child and class, LayerNorm, Linear
     ("resnet20_idpa", {}, 269_072 + 9 * 64 * 512 + 32 + 2048 * 10 * 16 + 32 + 17),
+    # the trunk, W and B, and three routings: of any number of tokens, of 64 capsules, and to the classes
+    ("resnet20_heinsen", {}, 269_072 + 128 + 33_089 + 45_120 + 8_778),
     ("resnet20_selfrouting", {}, 931_664),
     ("resnet20_selfrouting", {"depth": 2}, 3_187_536),
     # ResNet-18 without its classifier, the projection to 64, and the head as above on 7x7 positions
@@ -509,9 +511,9 @@ def test_forward_capsules(name: str) -> None:
         assert out.couplings, "a net that routes returns its couplings"
     for tensor in (out.poses, out.activations, *out.couplings):
         assert torch.isfinite(tensor).all()
-    for coupling in out.couplings:
+    for coupling, layout in zip(out.couplings, model.coupling_layouts(), strict=True):
         assert coupling.shape[0] == 2, "couplings keep the batch first"
-        assert coupling.min() >= 0
+        assert coupling.min() >= 0 or layout.over is None
 
 
 @each_family()
@@ -519,7 +521,7 @@ def test_forward_poses(name: str) -> None:
     model = small(name).eval()
     calibrate(model)
     x = images(model, 2)
-    heads = ("idpa", "caps_head", "resnet20_dynamic", "resnet20_em", "resnet20_idpa")
+    heads = ("idpa", "caps_head", "resnet20_dynamic", "resnet20_em", "resnet20_heinsen", "resnet20_idpa")
     if "decoder" not in signature(name) and not name.startswith(heads):  # plain nets, and pooled features
         with refuses(NotImplementedError, names=["class", "capsules"]):
             model.forward_poses(x)

@@ -69,6 +69,7 @@ REPRESENTATIVES = (
     "resnet20_avg",
     "resnet20_conv",
     "resnet20_em",
+    "resnet20_heinsen",
     "resnet20_routingcaps",
     "resnet20_routingpool",
     "resnet20_selfrouting",

@@ -10,7 +10,7 @@ If scores are logarithms, they are log-probabilities: their cross-entropy is the
 Our choices: the EM head's inverse temperature is ``5e-4 + 4.6e-4 t``, the straight line through the release's
 0.01 (1 - 0.95^(t+1)) at t = 0 and nearly at t = 1, 2; ``idpa`` and ``self_attention`` have the same primary capsules,
 with LayerNorm and with the exponential squash; ``poses`` of self_routing, whose last layer has none, are the weighted
-means of its children's poses.
+means of its children's poses. ``heinsen`` is the head of its own paper, which has no primary capsules.
 
 Files: ``base`` has the table and the base class; ``pooling`` the heads without primary capsules; ``capsule_layers`` the
 base of those with; the others a routing each.
@@ -22,7 +22,7 @@ Letters: ``b`` batch, ``i`` children, ``j`` parents, ``d`` child pose, ``e`` par
 from .base import HEADS, CapsuleHead, HeadOutput, create_head, head_arguments, unknown_routing
 
 # heads enter HEADS in this order, which is that of the docs' tables
-from . import pooling, dynamic, em, idpa, self_routing, self_attention  # noqa: F401
+from . import pooling, dynamic, em, idpa, self_routing, self_attention, heinsen  # noqa: F401
 
 # isort: on
 
