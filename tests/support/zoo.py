@@ -81,6 +81,7 @@ PER_ROUTING = (
     "capsnet_em_norb_small",
     "efficient_capsnet",
     "encapnet6_master",
+    "resnet20_heinsen",
     "resnet20_idpa",
     "resnet20_routingcaps",
     "resnet20_routingpool",
