@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
+import capszoo
 from capszoo.checkpoint import model_from_file
 from capszoo.data import Batches, load_dataset, split_validation
 from capszoo.errors import CapszooError, UsageError
@@ -21,6 +22,7 @@ from capszoo.recipes.evaluation import plots
 from capszoo.recipes.evaluation.plots import draw_routing_probe, draw_runs, shown_epochs
 from capszoo.recipes.train import train
 from capszoo.recipes.training.history import find_runs
+from capszoo.recipes.training.routing_probe import RoutingProbe
 from tests.support.command import fails, succeeds
 from tests.support.errors import assert_names, refuses
 
@@ -46,6 +48,14 @@ def runs(tiny_mnist: Path, tmp_path: Path) -> tuple[Path, Path]:
     for name, more in (("watched", {}), ("plain", {"routing_images": 0})):
         train(Recipe.model_validate({**TREE, **more}), out=tmp_path / name, data=tiny_mnist, cpu=True)
     return tmp_path / "watched", tmp_path / "plain"
+
+
+def test_the_record_of_credit_has_its_negative_share(tiny_mnist: Path) -> None:
+    net = capszoo.create_model("resnet20_heinsen", in_chans=1, img_size=28)
+    _, validation = split_validation(load_dataset("mnist", "train", tiny_mnist), 20, 0)
+    record = RoutingProbe(Recipe.model_validate(TREE), net, validation).measure(net)
+    assert record["entropy"] == [None] * 3 and len(record["dead"]) == 3
+    assert all(0 < share < 1 for share in record["negative"])
 
 
 def test_a_run_records_its_routing_and_is_not_changed_by_it(
