@@ -72,9 +72,14 @@ def measured(claim: str, folder: Path) -> list[tuple[str, dict[str, Any]]]:
     return [(head_of(model), rows[model]) for model in models if model in rows]
 
 
+def number(value: float, digits: int = 2) -> str:
+    """A number without the sign of a rounded zero."""
+    return f"{round(value, digits) + 0.0:.{digits}f}"
+
+
 def between(interval: tuple[float, float], digits: int = 2) -> str:
     """An interval as text."""
-    return f"{interval[0]:.{digits}f} to {interval[1]:.{digits}f}"
+    return f"{number(interval[0], digits)} to {number(interval[1], digits)}"
 
 
 # -- poses ----------------------------------------------------------------------------------------------------------
@@ -98,7 +103,7 @@ def pose_lines(folder: Path) -> list[str]:
         for change in ("rotation", "shift"):
             for source in SOURCES:
                 one = scores.get((change, source))
-                cells.append(f"{one['r2']:.2f} ({between(one['interval'])})" if one else "–")
+                cells.append(f"{number(one['r2'])} ({between(one['interval'])})" if one else "–")
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
         if name in ("avg", "routing_pool") or ("shift", "class poses") not in scores:
             continue
@@ -192,14 +197,17 @@ def deletion_lines(folder: Path) -> list[str]:
             worse += [name] if high < 0 else []
     which = f" ({_listed(better)})" if better else ""
     return [
-        "Blackening the tiles with the largest couplings lowers the score more than random order does in "
-        f"{_of(len(better), len(with_map))} networks{which}, and less in {_of(len(worse), len(with_map))}. For the "
-        "others the 95% interval holds zero.",
+        "Blackening the tiles that the routing's map marks most lowers the probability more than random order does in "
+        f"{_of(len(better), len(with_map))} networks{which}, and less in {_of(len(worse), len(with_map))} "
+        f"(n = {rows[0][1]['images']} images each, by 95% intervals).",
         "",
         "The area over the curve in random order, and by how much that of each map's order exceeds it, with the 95% "
         "interval over the images: the mean fall of the predicted class's probability while the visible tiles of an "
         "image are blackened one after the other, first those with the largest values "
-        "([definition](robustness.md#deletion)). Maps of gradient × pixel and of occlusion need no couplings.",
+        "([definition](robustness.md#deletion)). Maps of gradient × pixel and of occlusion need no couplings. The map "
+        "of the routing is not the couplings alone in every head: `dynamic` multiplies them with the length of the "
+        "vote, `em` and `self_routing` with the activation of the child. The couplings of `dynamic` and `idpa` "
+        "are nearly even ([entropy](comparison.md)), so that what the map of `dynamic` marks are the lengths.",
         "",
         "| network | n | random order | couplings | gradient | occlusion |",
         "|---|---:|---:|---:|---:|---:|",
@@ -282,6 +290,25 @@ def draw_ood(axes: Any, folder: Path) -> None:
 # -- attacks --------------------------------------------------------------------------------------------------------
 
 
+def attack_verdict(rows: list[tuple[str, dict[str, Any]]], n: int) -> str:
+    """What the attacks say of the heads, against average pooling at each radius."""
+    heads = {name: row["result"]["radii"] for name, row in rows if name in HEAD_CHECKPOINTS}
+    others = {name: radii for name, radii in heads.items() if name not in ("avg", "conv")}
+    if "avg" not in heads or not others:
+        return f"There are too few runs for a comparison with `avg` (n = {n})."
+    parts = []
+    for place, twin in enumerate(heads["avg"]):
+        above = [name for name, radii in others.items() if radii[place]["interval"][0] > twin["interval"][1]]
+        best = max(radii[place]["accuracy"] for radii in others.values())
+        parts.append(
+            f"at eps {255 * twin['eps']:.0f}/255, {_of(len(above), len(others))} routed heads is above `avg` "
+            f"({twin['accuracy']:.0f}%; the best has {best:.0f}%)"
+        )
+    return (
+        f"Under APGD and Square (CIFAR-10, n = {n}), " + ", and ".join(parts) + ", beyond the 95% intervals."
+    )
+
+
 def attack_lines(folder: Path) -> list[str]:
     """Table of the attacks."""
     rows = measured("attack", folder)
@@ -296,11 +323,13 @@ def attack_lines(folder: Path) -> list[str]:
                 f"| {name} | {row['dataset']} | {found['n']} | {one['eps']:.4f} | {one['accuracy']:.1f} "
                 f"({between(one['interval'], 1)}) | {stand} | {'yes' if found['masked'] else 'no'} |"
             )
-    steps = rows[0][1]["result"]["steps"]
+    steps, n = rows[0][1]["result"]["steps"], rows[0][1]["result"]["n"]
     return [
+        attack_verdict(rows, n),
+        "",
         f"Accuracy in per cent under APGD ({steps} steps on the cross-entropy, then {steps} on the margin) and Square, "
-        "and the images that stand after each. One run of each checkpoint: how much the figures vary with the seed was "
-        "not measured, so no head is called more robust.",
+        "its 95% interval, and the images that stand after each ([definition](robustness.md#attacks)). There is one "
+        "checkpoint of each head: the variation over seeds was not measured.",
         "",
         "| network | data set | n | eps | accuracy, % | images that stand | signs of masked gradients |",
         "|---|---|---:|---:|---:|---|---|",
@@ -314,7 +343,7 @@ def draw_attack(axes: Any, folder: Path) -> None:
     rows = measured("attack", folder)
     for place, (_, row) in enumerate(rows):
         _point(panel, row["result"]["radii"][0], "accuracy", place, "C0")
-    panel.set_xlabel("accuracy at the smaller radius, %, 95% interval")
+    panel.set_xlabel("accuracy at eps 2/255 (CIFAR-10) or 0.1 (MNIST), %, 95% interval")
     _names(panel, rows)
 
 
@@ -470,7 +499,7 @@ def summary(folder: Path) -> str:
     """The paragraph at the top, for a reader to quote."""
     done = progress(folder)
     said = []
-    for claim in ("pose", "deletion", "ood"):
+    for claim in ("pose", "deletion", "ood", "attack"):
         if done[claim][0]:
             said.append(LINES[claim](folder)[0])
     waiting = [

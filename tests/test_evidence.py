@@ -190,7 +190,7 @@ def test_verdicts_count_what_the_intervals_show(script: Any, evidence: Any, tmp_
             ("occlusion", 0.2, [0.1, 0.3]),
         )
     ]
-    row = {"dataset": "cifar10", "result": {"methods": methods}}
+    row = {"dataset": "cifar10", "images": 20, "result": {"methods": methods}}
     evidence.keep("deletion", f"small/{evidence.HEAD_CHECKPOINTS['em']}", row, tmp_path)
     said = script.deletion_lines(tmp_path)[0]
     assert "none of 1 networks" in said and "less in 1 of 1" in said
