@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 #: All runners for a bundle: see :func:`capszoo.export.bundle.open_runner`.
-RUNNERS = ("eager", "onnxruntime", "onnxruntime-cuda", "tensorrt", "aoti")
+RUNNERS = ("eager", "onnxruntime", "onnxruntime-cuda", "tensorrt", "aoti", "executorch")
 
 PROBES = ("random", "zero", "constant", "x100")
 

@@ -284,6 +284,11 @@ class BundleOptions(ExportOptions):
             )
         if self.precision == "int8" and "aoti" in self.formats:
             raise UsageError("AOTInductor takes no int8", "leave the format aoti out")
+        if self.precision != "fp32" and "executorch" in self.formats:
+            raise UsageError(
+                f"ExecuTorch's program is written in fp32, not {self.precision}",
+                "leave the format executorch out, or --precision",
+            )
         if "tensorrt" in self.formats and self.onnx_opset > MAX_TENSORRT_OPSET:
             raise UsageError(
                 f"TensorRT's parser is not known to support opset {self.onnx_opset}",

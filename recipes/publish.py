@@ -139,6 +139,7 @@ def _config(found: Checkpoint) -> dict[str, Any]:
         **({"label_names": list(info.label_names)} if info.label_names else {}),
         "model_args": dict(info.model_args),
         "sha256": info.sha256,
+        "torch_dtype": "float32",  # transformers would else compute in the file's, which may be half
         "capszoo": info.facts,
         "pretrained_cfg": {
             "tag": info.tag,

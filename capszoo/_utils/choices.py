@@ -32,6 +32,7 @@ EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
     "attack": (("art",), "eval --attack"),
     "ray": (("ray", "pyarrow"), "predict --ray"),
     "tensorrt": (("tensorrt",), "export --format tensorrt"),
+    "executorch": (("executorch",), "export --format executorch"),
     "torch-tensorrt": (("torch_tensorrt",), "capszoo.export.to_torch_tensorrt"),
 }
 
@@ -75,7 +76,7 @@ PICTURE_SUFFIXES = (".png", ".pdf", ".svg", ".jpg", ".jpeg", ".webp", ".tif", ".
 
 
 #: Formats in a bundle.
-EXPORT_FORMATS = ("onnx", "tensorrt", "aoti")
+EXPORT_FORMATS = ("onnx", "tensorrt", "aoti", "executorch")
 
 
 #: Suffixes of files of models in formats that are not written under a name of the user's.

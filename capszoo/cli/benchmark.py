@@ -79,8 +79,8 @@ def benchmark_command(
         typer.Option(
             metavar="NAME,NAME,…",
             help="What is timed, the reference first. Of a model: eager, compiled, onnxruntime; of a bundle: eager, "
-            "onnxruntime, onnxruntime-cuda, tensorrt, aoti. Default: all of a model; eager,onnxruntime of a bundle. "
-            "A .onnx file has onnxruntime alone.",
+            "onnxruntime, onnxruntime-cuda, tensorrt, aoti, executorch. Default: all of a model; eager,onnxruntime of "
+            "a bundle. A .onnx file has onnxruntime alone.",
         ),
     ] = "",
     batch: BatchOption = "1,8,32",

@@ -55,7 +55,7 @@ def export_command(
         str,
         _output(
             "--format",
-            help="onnx, tensorrt, aoti; several with commas. ONNX is always written.",
+            help="onnx, tensorrt, aoti, executorch; several with commas. ONNX is always written.",
             metavar="NAME",
         ),
     ] = "onnx",
@@ -152,7 +152,7 @@ def export_command(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Write a model as ONNX, TensorRT or AOTInductor and verify it against the original; routing is unrolled."""
+    """Write a model as ONNX, TensorRT, AOTInductor or ExecuTorch and verify it; routing is unrolled."""
     check_model_argument(model)
     if out is None:
         raise UsageError("Missing option '--out'", "give a folder, or FILE.onnx for the file alone")

@@ -230,6 +230,13 @@ class RoutingLayer(ForwardMethods):
                     self.register_buffer(f"_{engine.name}_{key}", value.detach(), persistent=False)
 
     @torch.jit.unused
+    def thaw(self) -> None:
+        """Remove the constants that :meth:`freeze` stored."""
+        prefixes = tuple(f"_{engine.name}_" for engine in self.engines)
+        for name in [name for name in self._buffers if name.startswith(prefixes)]:
+            delattr(self, name)
+
+    @torch.jit.unused
     def _by_engine(self, inputs: List[Tensor], num_iters: int, need_couplings: bool) -> Routed:
         if isinstance(inputs[0], torch.fx.Proxy):
             return self.reference(inputs, num_iters, need_couplings)

@@ -20,7 +20,7 @@ from capszoo.errors import CapszooError, UsageError, first_line
 from capszoo.inference import load_model
 from capszoo.preprocess import load_image, model_input_size
 
-from .. import compare, to_aoti, to_tensorrt
+from .. import compare, to_aoti, to_executorch, to_tensorrt
 from ..options import TOLERANCES
 from ..prepare import PreparedModel, prepare
 from ..report import GateStep
@@ -344,6 +344,8 @@ def open_runner(
     if kind == "aoti":
         spec = manifest["input"]
         return to_aoti.AotiRunner(path, described["device"], (spec["channels"], *spec["size"]), spec["dtype"])
+    if kind == "executorch":
+        return to_executorch.ExecuTorchRunner(path)
     if to_tensorrt.stated_option(folder, "version_compatible"):
         raise CapszooError(
             f"{path} is version-compatible: it contains native code, which is not run",

@@ -30,7 +30,7 @@ from capszoo.errors import CapszooError, UsageError
 from capszoo.inference import label_names
 from capszoo.preprocess import model_input_size, model_transform
 
-from .. import compare, to_aoti, to_onnx, to_tensorrt
+from .. import compare, to_aoti, to_executorch, to_onnx, to_tensorrt
 from ..options import BundleOptions, collect
 from ..prepare import PreparedModel, in_own_precision, prepare
 from ..report import ExportReport, GateStep
@@ -68,6 +68,8 @@ def export_bundle(
     """
     options = collect(BundleOptions, options, changes)
     options.check_images()
+    if "executorch" in options.formats:
+        to_executorch.require_executorch()
     target = _checked_target(Path(out))
     channels = model_input_size(model)[0]
     if channels not in (1, 3):
@@ -121,6 +123,9 @@ def _write_engines(
     if "aoti" in options.formats:
         engines["aoti"] = to_aoti.write(prepared, work, progress=options.progress)
         report.gate.append(GateStep("AOTInductor against eager", True, engines["aoti"]["detail"]))
+    if "executorch" in options.formats:
+        engines["executorch"] = to_executorch.write(prepared, work, options.progress)
+        report.gate.append(GateStep("ExecuTorch against eager", True, engines["executorch"]["detail"]))
     if "tensorrt" not in options.formats:
         why = "not run: the format tensorrt was not asked for"
         report.gate.append(GateStep("TensorRT builds the engine", None, why))

@@ -194,6 +194,7 @@ def model_card(
         else f'`timm.create_model("{known_as}", pretrained=True)` works after `import capszoo`; on the command line:',
         f"```sh\ncapszoo predict {shlex.quote(known_as)} picture.png\n"
         f"capszoo export {shlex.quote(known_as)} --out bundle\n```",
+        "" if local else _transformers(info, repo_id),
         _other_names(info),
         "## Results",
         f"Accuracy of the file in this {'folder' if local else 'repository'}, "
@@ -217,6 +218,22 @@ def model_card(
     ]
     card = ModelCard(f"---\n{card_data(info).to_yaml()}\n---\n\n" + "\n\n".join(p for p in parts if p) + "\n")
     return card
+
+
+def _transformers(info: WeightsInfo, repo_id: str) -> str:
+    """Which of transformers' loaders fit a model."""
+    call = f'`AutoModelForImageClassification.from_pretrained("{repo_id}")`'
+    loads = f"In transformers, {call} loads it after `import capszoo`, and"
+    if info.input_size[0] != 3:
+        return (
+            f"{loads} `pipeline` does not fit: it makes images RGB. Use capszoo's `predict` on image files."
+        )
+    if info.score_kind != "logits":
+        return (
+            f"{loads} `pipeline` does not fit: it applies a softmax, and the scores are no logits. Use capszoo's "
+            "`predict` on image files."
+        )
+    return f'{loads} so does `pipeline("image-classification", model="{repo_id}")`.'
 
 
 def _other_names(info: WeightsInfo) -> str:

@@ -44,6 +44,7 @@ API_MODULES = (
     "capszoo.export.options",
     "capszoo.export.unroll",
     "capszoo.export.to_aoti",
+    "capszoo.export.to_executorch",
     "capszoo.export.to_tensorrt",
     "capszoo.export.to_torch_tensorrt",
     "capszoo.export.benchmark",

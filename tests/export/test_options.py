@@ -78,6 +78,7 @@ def test_an_unknown_option_names_the_nearest(way: str, tmp_path: Path) -> None:
         ({"check": False}, ("requires", "gate")),
         ({"input_size": (1, 28, 28)}, "img_size"),
         ({"precision": "int8", "formats": ("aoti",)}, ("AOTInductor", "int8")),
+        ({"precision": "fp16", "formats": ("executorch",)}, ("ExecuTorch", "fp16", "--precision")),
         ({"opset": 25, "formats": ("tensorrt",)}, ("25", "24", "support")),
         ({"triton": True, "batch": (4, 8, 8)}, ("4", "Triton")),
         ({"triton": True, "triton_backends": ("trt",)}, ("trt", "tensorrt")),

@@ -912,6 +912,13 @@ def test_command_line_refuses(
     assert done.stderr.count("\n") == 1 and list(tmp_path.iterdir()) == []
 
 
+def test_executorch_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "executorch", None)
+    with refuses(to_onnx.ExportError, names=["executorch", "pip install"]):
+        export_bundle(ToyCaps().eval(), tmp_path / "toy", formats=("executorch",))
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_network_that_takes_no_single_image_is_exported_as_a_graph_alone(tmp_path: Path) -> None:
     net = capszoo.create_model("capsnet_em_norb_small", in_chans=2)
     with refuses(UsageError, names=["2", "--out", "FILE.onnx"]):

@@ -80,6 +80,19 @@ def test_the_papers_figure_stands_beside_ours() -> None:
     assert "curves.png" not in card.text
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        (OURS, 'so does `pipeline("image-classification"'),
+        (SEEDED, "makes images RGB"),
+        ("encapnet6.cifar10", "applies a softmax"),
+    ],
+)
+def test_a_card_says_which_of_transformers_loaders_fit(name: str, said: str) -> None:
+    text = model_card(checkpoints(aliases=False)[name], "me/x").text
+    assert 'AutoModelForImageClassification.from_pretrained("me/x")' in text and said in text
+
+
 def test_a_card_has_every_name_of_its_weights() -> None:
     known = checkpoints(aliases=False)
     assert "`resnet20_avg.cifar10_avg`" in model_card(known["resnet20_routingpool.cifar10_avg"], "me/x").text
