@@ -96,7 +96,7 @@ def write(
     """
     say = progress or (lambda line: None)
     require_executorch()
-    say("ExecuTorch lowers (about a minute)")
+    say("ExecuTorch lowers (seconds to minutes)")
     start = time.perf_counter()
     program = lower(prepared)
     (folder / FILE).write_bytes(program)

@@ -1,4 +1,4 @@
-"""Runtimes that are not ours: one graph a routing in other readers of ONNX files, and a bundle in Triton's server.
+"""Runtimes that are not ours: a model of each routing in other readers, a bundle in Triton, a folder in transformers.
 
 Values are compared; Core ML, which runs on a Mac, only converts.
 """
