@@ -334,8 +334,8 @@ def attack_lines(folder: Path) -> list[str]:
         f"Accuracy in per cent under APGD ({steps} steps on the cross-entropy, then {steps} on the margin) and Square, "
         "its 95% interval, and the images that stand after each ([definition](robustness.md#attacks)). There is one "
         "checkpoint of each head: the variation over seeds was not measured. The networks for MNIST differ in trunk "
-        "and recipe, so that their differences say nothing of capsules. Where a larger radius changes nothing, the attack "
-        "failed, and the accuracy is no robustness.",
+        "and recipe, so that their differences say nothing of capsules. Where a larger radius changes nothing, the "
+        "attack failed, and the accuracy is no robustness.",
         "",
         "| network | data set | n | eps | accuracy, % | images that stand | signs of masked gradients |",
         "|---|---|---:|---:|---:|---|---|",
