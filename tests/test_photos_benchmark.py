@@ -68,7 +68,7 @@ def test_the_tables_say_what_is_missing(tmp_path: Path) -> None:
             (tmp_path / run.file).write_text(json.dumps(row))
     text = photos.table(tmp_path)
     assert "| `sign_digits` | `idpa` | 82,698 | 82.0 ± 2.0 | 50.0 ± 0.0 | missing |" in text
-    assert "| `sign_digits` | `avg` | – | missing | missing | 81.0 ± 1.4 (n = 2) |" in text
+    assert "| `sign_digits` | `avg` | – | missing | missing | 81.0 ± 1.4 (2 of 3 seeds) |" in text
     left = len(photos.all_runs()) - 5
     assert f"{left} of {len(photos.all_runs())} runs are missing" in text
     assert len(photos.missing(tmp_path)) == left == len(set(photos.missing(tmp_path)))
