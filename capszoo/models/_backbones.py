@@ -4,7 +4,7 @@ import logging
 import re
 from pathlib import Path
 from types import CodeType, FunctionType, MethodType
-from typing import Any, Dict, List, Optional, Set, Tuple
+from typing import Any, Dict, Iterable, List, Optional, Set, Tuple
 
 import timm
 import torch
@@ -515,8 +515,8 @@ def _create(
     """The model, with the tensors of ``state`` unless it is empty.
 
     timm loads them non-strictly if it removes the classifier, so that missing layers would stay random. Here they are
-    loaded strictly first. A checkpoint may have more tensors than the backbone, and may lack norms that timm creates
-    only without a pooling.
+    loaded strictly first. A checkpoint may have more tensors than the backbone, but no further blocks, and may lack
+    norms that timm creates only without a pooling.
 
     Raises:
         WeightsError: they do not fit.
@@ -540,11 +540,25 @@ def _create(
         try:
             return load(num_classes=0, label_offset=0)
         except RuntimeError as error:
-            lines = [line for line in str(error).splitlines() if "Missing key(s)" in line]
-            missing = [key for line in lines for key in re.findall(r'"([^"]+)"', line)]
-            if any("norm" not in key for key in missing):
+            lines = str(error).splitlines()
+            missing, unexpected = (
+                [key for line in lines if what in line for key in re.findall(r'"([^"]+)"', line)]
+                for what in ("Missing key(s)", "Unexpected key(s)")
+            )
+            if any("norm" not in key for key in missing) or _has_further_blocks(kept, unexpected):
                 raise
         return load(num_classes=1)  # another number than the backbone's: timm loads non-strictly
+
+
+def _has_further_blocks(state: Dict[str, Tensor], unexpected: List[str]) -> bool:
+    """Whether tensors without a place belong to a block that follows those of the network, as in a deeper one."""
+
+    def blocks(keys: Iterable[str]) -> Set[Tuple[str, str]]:
+        return {(key[: m.start()], m[1]) for key in keys for m in re.finditer(r"\.(\d+)\.", key)}
+
+    known = blocks(state.keys() - set(unexpected))
+    lists = {name for name, _ in known}
+    return any(name in lists and (name, number) not in known for name, number in blocks(unexpected))
 
 
 def _stated(arguments: Dict[str, Any]) -> str:

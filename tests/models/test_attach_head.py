@@ -330,6 +330,9 @@ def test_weights_of_a_backbone_are_whole_and_the_stated_ones(tmp_path: Path) -> 
     name = saved(tmp_path, {f"model.{key}": value for key, value in state.items()})
     with refuses(capszoo.WeightsError, names=["fit", "Missing"]):
         create_backbone(name, pretrained=True)
+    deeper = {**state, "layer1.2.conv1.weight": state["layer1.1.conv1.weight"].clone()}
+    with refuses(capszoo.WeightsError, names=["fit", "layer1.2.conv1.weight"]):
+        create_backbone(saved(tmp_path, deeper), pretrained=True)
     name = saved(tmp_path, state, sha256="0" * 64)
     with refuses(capszoo.WeightsError, names=["sha256", "config.json"]):
         create_backbone(name, pretrained=True)
