@@ -250,7 +250,7 @@ def train_xrays(run: Run, folder: Path) -> dict[str, Any]:
     assert target.info is not None
     return {
         "parameters": sum(p.numel() for p in target.net.parameters()),
-        "updates": target.info.raw["updates"],
+        "epochs": target.info.raw["recipe"]["epochs"],
         "seconds": round(seconds, 1),
         **figures(assess(target, specificity=SPECIFICITY)),
     }

@@ -1,10 +1,10 @@
 """Check metadata of weights and configurations of repositories, which strangers write and which are not trusted.
 
 A ``config.json`` or a checkpoint's ``.json`` describes a model. It never determines where something is read from: keys
-that name a file, an address, a repository or a device are dropped (:class:`Description` lists the accepted keys) or
-refused (:data:`_NOT_FOR_STRANGERS`), and the name of an architecture must be a registered name, never ``hf-hub:`` or
-``local-dir:``. Sizes have limits, and ``capszoo._pretrained.demand.check_demand`` compares them with the tensors of the
-file before a model is built.
+that name a file, an address, a repository or a device are dropped (``Description`` of :mod:`.records` lists the
+accepted keys) or refused (:data:`_NOT_FOR_STRANGERS`), and the name of an architecture must be a registered name, never
+``hf-hub:`` or ``local-dir:``. Sizes have limits, and ``capszoo._pretrained.demand.check_demand`` compares them with the
+tensors of the file before a model is built. This module imports no pydantic, which ``torch.hub`` does without.
 """
 
 from __future__ import annotations
@@ -13,30 +13,11 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
-
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StrictBool
+from typing import Any
 
 from .._utils.files import read_json_object
 from ..errors import WeightsError
-from ..metadata import (
-    MAX_INPUT_PIXELS,
-    Architecture,
-    Channels,
-    Classes,
-    CropShare,
-    InputSize,
-    Labels,
-    Mean,
-    PerChannel,
-    Sha256,
-    Side,
-    Std,
-    Tag,
-    number,
-    read_record,
-)
-from .facts import SCORE_KINDS, own_facts, set_own_facts
+from .facts import own_facts, set_own_facts
 
 __all__ = ["ModelConfig", "check_facts", "check_model_args", "described"]
 
@@ -63,106 +44,14 @@ _NOT_FOR_STRANGERS = frozenset(
 )
 
 
-def _ascending(value_range: tuple[float, float]) -> tuple[float, float]:
-    if not value_range[0] < value_range[1]:
-        raise ValueError("[black, white] must ascend")
-    return value_range
-
-
-def _one_or_two(value: Any) -> Any:
-    return value if isinstance(value, (list, tuple)) else (value,)
-
-
-class _Keys(BaseModel):
-    """Keys with None for those that are absent; others are dropped."""
-
-    model_config = ConfigDict(extra="ignore", frozen=True, protected_namespaces=())
-
-    @classmethod
-    def read(cls, values: Mapping[str, Any], where: str) -> dict[str, Any]:
-        """The values of the keys that are present and not null.
-
-        Raises:
-            WeightsError: an invalid value; the message names the file and the key.
-        """
-        present = {key: values[key] for key in cls.model_fields if values.get(key) is not None}
-        return read_record(cls, present, where).model_dump(exclude_unset=True)
-
-
-PoolSide = Annotated[int, BeforeValidator(number), Field(ge=0, le=MAX_INPUT_PIXELS)]
-PoolSize = Annotated[tuple[PoolSide, ...], BeforeValidator(_one_or_two), Field(min_length=1, max_length=2)]
-Names = str | tuple[str, ...]
-
-
-class Description(_Keys):
-    """Keys of a configuration that describe a model.
-
-    All of timm's ``PretrainedCfg`` except its sources: ``url``, ``file``, ``state_dict``, ``hf_hub_id``,
-    ``hf_hub_filename``, ``source``, ``custom_load``.
-    """
-
-    architecture: Architecture | None = None
-    tag: Tag | None = None
-    input_size: InputSize | None = None
-    test_input_size: InputSize | None = None
-    min_input_size: InputSize | None = None
-    fixed_input_size: StrictBool | None = None
-    interpolation: str | None = None
-    crop_pct: CropShare | None = None
-    test_crop_pct: CropShare | None = None
-    crop_mode: str | None = None
-    mean: Annotated[Mean, PerChannel] | None = None
-    std: Annotated[Std, PerChannel] | None = None
-    num_classes: Classes | None = None
-    label_offset: Annotated[int, BeforeValidator(number), Field(ge=0, le=1)] | None = None
-    label_names: Labels = None
-    label_descriptions: dict[str, Any] | None = None
-    pool_size: PoolSize | None = None
-    test_pool_size: PoolSize | None = None
-    first_conv: Names | None = None
-    classifier: Names | None = None
-    license: str | None = None
-    description: str | None = None
-    paper_name: str | None = None
-    paper_ids: Names | None = None
-    notes: Names | None = None
-
-
-class Facts(_Keys):
-    """The zoo's keys: facts about weights for which timm's ``PretrainedCfg`` has no field."""
-
-    background: Literal["black", "white"] | None = None  # those of `capszoo.images`, which imports Pillow
-    object_size: tuple[Side, Side] | None = None
-    score_kind: Literal[tuple(SCORE_KINDS)] | None = None  # type: ignore[valid-type]
-    inherited_mean: StrictBool | None = None
-    value_range: Annotated[tuple[float, float], AfterValidator(_ascending)] | None = None
-
-
-def _image(size: Any) -> Any:
-    return [1, *(size if isinstance(size, (list, tuple)) else (size, size))]
-
-
-class _Sizes(_Keys):
-    """Arguments of a model that have limits of their own."""
-
-    num_classes: Classes | None = None
-    in_chans: Channels | None = None
-    img_size: Annotated[InputSize, BeforeValidator(_image)] | None = None
-
-
-class _Source(_Keys):
-    """What a ``config.json`` states outside its ``pretrained_cfg``."""
-
-    architecture: Architecture
-    sha256: Sha256 | None = None
-
-
 def described(cfg: Mapping[str, Any], where: str) -> dict[str, Any]:
     """The description of a model in a stranger's ``pretrained_cfg``, checked; drops sources and unknown keys.
 
     Raises:
         WeightsError: an invalid value.
     """
+    from .records import Description
+
     taken = Description.read(cfg, where)
     set_own_facts(taken, {})  # they are checked by themselves (`check_facts`)
     for key in ("pool_size", "first_conv", "classifier"):  # timm distinguishes null from absent for these
@@ -184,6 +73,8 @@ def check_facts(value: Any, where: str, input_size: Sequence[int]) -> dict[str, 
     """
     if not isinstance(value, Mapping | None):
         raise WeightsError(f"{where}: capszoo must be an object, not a {type(value).__name__}")
+    from .records import Facts
+
     facts = Facts.read({key: one for key, one in (value or {}).items() if one}, where)
     sides: Sequence[int] = facts.get("object_size") or ()
     if any(side > frame for side, frame in zip(sides, input_size[-2:], strict=False)):
@@ -204,7 +95,9 @@ def check_model_args(args: Any, where: str) -> dict[str, Any]:
     if not isinstance(args, dict):
         raise WeightsError(f"{where}: model_args must be an object, not a {type(args).__name__}")
     _check_argument(args, where, "model_args", depth=4)
-    _Sizes.read(args, f"{where}: model_args")
+    from .records import Sizes
+
+    Sizes.read(args, f"{where}: model_args")
     # the weights of a backbone are in the file itself: nothing is downloaded to initialise it
     return {name: value for name, value in args.items() if name != "backbone_pretrained"}
 
@@ -286,7 +179,9 @@ class ModelConfig:
             cfg.get("fixed_input_size") or "input_size" not in stated and chans is not None
         ):
             cfg["input_size"] = (size[0], *(side if isinstance(side, list) else (side, side)))
-        source = _Source.read(raw, where)
+        from .records import Source
+
+        source = Source.read(raw, where)
         cfg["architecture"] = source["architecture"]
         # timm's `save_for_hf` writes the whole of a model's `pretrained_cfg`
         facts = raw.get("capszoo") or own_facts(stated)

@@ -233,7 +233,7 @@ def test_a_run_of_another_precision_goes_on_in_fp16(
     @contextmanager
     def scaling(one: Any, cpu: bool) -> Iterator[Any]:
         """fp16 needs a GPU; its scaler, of which the checkpoint knows nothing, does not."""
-        with real(one.model_copy(update={"precision": "fp32"}), cpu) as accelerator:
+        with real(one.model_copy(update={"precision": "fp32"}), *settings) as accelerator:
             accelerator.scaler = torch.amp.GradScaler("cpu")
             yield accelerator
 
