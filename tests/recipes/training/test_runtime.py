@@ -231,7 +231,7 @@ def test_a_run_of_another_precision_goes_on_in_fp16(
     real = training.accelerator_for
 
     @contextmanager
-    def scaling(one: Any, cpu: bool) -> Iterator[Any]:
+    def scaling(one: Any, *settings: Any) -> Iterator[Any]:
         """fp16 needs a GPU; its scaler, of which the checkpoint knows nothing, does not."""
         with real(one.model_copy(update={"precision": "fp32"}), *settings) as accelerator:
             accelerator.scaler = torch.amp.GradScaler("cpu")
