@@ -409,6 +409,10 @@ def trained_lines(claim: str, folder: Path) -> list[str]:
     return lines[:-1] or ["Not run yet."]
 
 
+#: Validation accuracy in per cent below which a network with ten classes did not train, at the best of its rates.
+UNTRAINED = 20.0
+
+
 def _differences(
     rows: dict[str, list[dict[str, Any]]], figure: Callable[[dict[str, Any]], float | None]
 ) -> list[str]:
@@ -416,8 +420,12 @@ def _differences(
     lines = []
     for kind in ("even", "avg"):
         found: dict[str, tuple[float, float, float]] = {}
+        untrained = []
         for head, twin in twins():
             if (twin == "avg") == (kind == "avg"):
+                if any(run["validation"] < UNTRAINED for name in (head, twin) for run in rows[name]):
+                    untrained.append(head)
+                    continue
                 values = [[figure(run) for run in rows[name]] for name in (head, twin)]
                 complete = [[value for value in part if value is not None] for part in values]
                 if all(len(part) == len(SEEDS) for part in complete):
@@ -432,6 +440,7 @@ def _differences(
         ]
         for head, (by, half, _) in found.items():
             lines.append(f"| {head} | {by:+.2f} ± {half:.2f} | {'differs' if head in remain else '–'} |")
+        lines += [f"| {head} | not compared, since one side did not train | |" for head in untrained]
         lines.append("")
     return lines[:-1] or ["Fewer than three seeds of each side: no difference is stated."]
 
