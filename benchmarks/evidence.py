@@ -53,7 +53,7 @@ from capszoo.data import (
     load_dataset,
     split_validation,
 )
-from capszoo.data.augment import Augment, affine_matrices, warp
+from capszoo.data.augment import Augment
 from capszoo.errors import CapszooError
 from capszoo.recipes.evaluation.adversarial import adversarial
 from capszoo.recipes.evaluation.deletions import deletions
@@ -61,6 +61,7 @@ from capszoo.recipes.evaluation.metrics import assess, count_correct
 from capszoo.recipes.evaluation.outliers import other_images, outliers
 from capszoo.recipes.evaluation.pose import pose_probe
 from capszoo.recipes.evaluation.report import rounded
+from capszoo.recipes.evaluation.robustness import move
 from capszoo.recipes.evaluation.target import EvalTarget, in_float32, prepare
 from capszoo.recipes.weights import hardware, source_commit
 
@@ -325,9 +326,7 @@ def rotated(images: ImageSet, low: float, high: float, seed: int) -> ImageSet:
     count = len(images)
     angles = low + (high - low) * torch.rand(count, generator=generator)
     angles *= torch.where(torch.rand(count, generator=generator) < 0.5, -1.0, 1.0)
-    one = torch.ones(count)
-    moved = warp(images.images.float().cpu(), affine_matrices(angles, 0 * one, one, one))
-    pixels = moved.round_().clamp_(0, 255).to(torch.uint8).to(images.device)
+    pixels = move(images.images.cpu(), "rotation", angles).to(images.device)
     return ImageSet(images.spec, images.split, pixels, images.labels)
 
 

@@ -500,8 +500,8 @@ def _stated_runs(summary: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
 
 def _with_seeds(weights: Path, others: list[str]) -> None:
     """Add the summary over a run and ``others`` to the metadata beside its weights."""
-    metadata_file: dict[str, Any] = json.loads(weights.with_suffix(".json").read_text(encoding="utf-8"))
-    if "test" not in metadata_file["metrics"]:
+    first: dict[str, Any] = json.loads(weights.with_suffix(".json").read_text(encoding="utf-8"))
+    if "test" not in first["metrics"]:
         raise WeightsError(
             f"{weights.stem} has no accuracy on a test set, of which to state the mean: run its recipe to the end first"
         )
@@ -511,7 +511,7 @@ def _with_seeds(weights: Path, others: list[str]) -> None:
         if known is None:
             raise WeightsError(f"{other} is not a finished run: run its recipe to the end first")
         metadata[other] = known
-    summary = same_but_seed(metadata_file, metadata)
+    summary = same_but_seed(first, metadata)
     amend_metadata(weights, seeds=summary)
     test, count = summary["test"], len(summary["seeds"])
     print(f"{weights.stem}: test {test['mean']:.2f} ± {test['sd']:.2f}, n = {count}")

@@ -469,6 +469,16 @@ def draw(found: list[Row], path: Path = PLOT) -> None:
         figure.savefig(path, metadata={"Date": None})
 
 
+def write_page(path: Path, text: str, check: bool) -> int:
+    """Write a generated page and return 0; to check it, write nothing and return 1 if it is out of date."""
+    if not check:
+        path.write_text(text, encoding="utf-8")
+    elif not path.is_file() or path.read_text(encoding="utf-8") != text:
+        print(f"error: {path.relative_to(ROOT)} is out of date: run `make docs`", file=sys.stderr)
+        return 1
+    return 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -490,17 +500,10 @@ def main() -> int:
         return 0
     if args.collect:
         print("\n".join(collect(args.collect)) or f"no finished run of the comparison below {args.collect}")
-    text = page()
-    if args.check:
-        if PAGE.is_file() and PAGE.read_text(encoding="utf-8") == text:
-            return 0
-        print(f"error: {PAGE.relative_to(ROOT)} is out of date: run `make docs`", file=sys.stderr)
-        return 1
-    PAGE.write_text(text, encoding="utf-8")
-    found = rows()
-    if _worth_drawing(found):
+    outdated = write_page(PAGE, page(), args.check)
+    if not args.check and _worth_drawing(found := rows()):
         draw(found)
-    return 0
+    return outdated
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from benchmarks.evidence import (
     kept,
     measurements,
 )
-from scripts.comparison import holm, welch_interval
+from scripts.comparison import holm, welch_interval, write_page
 
 __all__ = ["PAGE", "page", "plots"]
 
@@ -610,15 +610,10 @@ def main() -> int:
         "--check", action="store_true", help="write nothing; fail where the page is out of date"
     )
     args = parser.parse_args()
-    text = page()
-    if args.check:
-        if PAGE.is_file() and PAGE.read_text(encoding="utf-8") == text:
-            return 0
-        print(f"error: {PAGE.relative_to(ROOT)} is out of date: run `make docs`", file=sys.stderr)
-        return 1
-    PAGE.write_text(text, encoding="utf-8")
-    plots()
-    return 0
+    outdated = write_page(PAGE, page(), args.check)
+    if not args.check:
+        plots()
+    return outdated
 
 
 if __name__ == "__main__":

@@ -54,9 +54,7 @@ def self_attention_routing(
     votes_up = upcast_half(votes)
     if attention:
         vote_sum = votes_up.sum(dim=2)  # Σ_k û_kj: [b, j, e]
-        agreement = torch.matmul(votes_up, vote_sum.unsqueeze(3)).squeeze(
-            3
-        )  # row sums of û_j û_jᵀ: [b, j, i]
+        agreement = torch.matmul(votes_up, vote_sum.unsqueeze(3)).squeeze(3)  # rows of û_j û_jᵀ: [b, j, i]
         couplings = torch.softmax(agreement * votes.shape[3] ** -0.5, dim=1)  # over the parents
     else:
         couplings = torch.ones_like(votes_up[:, :, :, 0]) / votes.shape[1]

@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 
 from capszoo.data import keyed_generator, normalize
-from capszoo.data.augment import affine_matrices, crop, warp
+from capszoo.data.augment import crop
 from capszoo.errors import CapszooError, NoCapsules
 
+from .robustness import move
 from .target import EvalTarget
 
 __all__ = ["MOST_DEGREES", "PoseResult", "SourceScore", "features", "pose_probe", "ridge_scores"]
@@ -184,6 +185,4 @@ def _moved(pixels: Tensor, change: str, degrees: Tensor, shifts: Tensor) -> Tens
         room = int(shifts.abs().max())
         rows, columns = pixels.shape[2:]
         return crop(pixels, room - shifts[:, 0], room - shifts[:, 1], (rows, columns), room)
-    one = torch.ones(len(degrees))
-    moved = warp(pixels.float(), affine_matrices(degrees, 0 * one, one, one))
-    return moved.round_().clamp_(0, 255).to(torch.uint8)
+    return move(pixels, "rotation", degrees)

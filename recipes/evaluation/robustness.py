@@ -81,22 +81,23 @@ class AttackResult:
     accuracy: float
 
 
-def move(pixels: Tensor, name: str, amount: float) -> Tensor:
+def move(pixels: Tensor, name: str, amount: float | Tensor) -> Tensor:
     """Transform uint8 [b, c, h, w] as in a sweep, to the same shape.
 
     Args:
         pixels: the images.
         name: a key of ``SWEEPS``.
-        amount: in the sweep's unit.
+        amount: in the sweep's unit; of rotation, scale and shear also one for each image, ``[b]``.
     """
     b, _, h, w = pixels.shape
     if name.startswith("translation"):
+        amount = float(amount)
         across, down = (round(amount * w), 0) if name.endswith("x") else (0, round(amount * h))
         room = max(abs(across), abs(down))
         return crop(pixels, torch.full((b,), room - down), torch.full((b,), room - across), (h, w), room)
 
-    def all_by(value: float) -> Tensor:
-        return torch.full((b,), float(value))
+    def all_by(value: float | Tensor) -> Tensor:
+        return torch.as_tensor(value, dtype=torch.float32).expand(b)
 
     factor = all_by(amount if name == "scale" else 1)
     matrices = affine_matrices(
