@@ -8,13 +8,15 @@
 ``CAPSZOO_DATA`` names the folder of the data. Each run is kept when it ends, in benchmarks/results/evidence.
 
 Two kinds of runs. ``pose``, ``ood``, ``deletion`` and ``attack`` measure checkpoints of the zoo, as ``capszoo eval``
-does with the options of these names. ``rates``, ``few`` and ``rotation`` train networks of their own:
+does with the options of these names, and ``masking`` asks whether their gradients mislead an attack. ``rates``,
+``few``, ``rotation``, ``affine`` and ``overlap`` train networks of their own:
 
 Every head has one trunk (the CIFAR ResNet-20), one recipe, one number of updates, and in each seed the same images in
 the same order. The best of three learning rates is chosen for each head on validation images, by the claim ``rates``.
 A capsule head is trained twice, routed and with even couplings. ``routing_pool`` with even couplings is ``avg``, and
 ``self_routing`` has no such twin, since its couplings are its scores. The recipe is that of docs/comparison.md without
-augmentation. The loop is here because runs of seconds would take longer to write the files of a training run.
+augmentation. Two digits of an image are two classes of equal probability for the loss, and the two highest scores are
+the answer. The loop is here because runs of seconds would take longer to write the files of a training run.
 """
 
 from __future__ import annotations
@@ -27,8 +29,9 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +40,7 @@ sys.path.insert(0, str(ROOT))  # a plain checkout works too
 
 import torch
 from timm.optim import create_optimizer_v2
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 import capszoo
@@ -56,12 +59,14 @@ from capszoo.data import (
 from capszoo.data.augment import Augment
 from capszoo.errors import CapszooError
 from capszoo.recipes.evaluation.adversarial import adversarial
+from capszoo.recipes.evaluation.calibration import calibrate
+from capszoo.recipes.evaluation.corruptions import MNIST_C, corrupt
 from capszoo.recipes.evaluation.deletions import deletions
 from capszoo.recipes.evaluation.metrics import assess, count_correct
 from capszoo.recipes.evaluation.outliers import other_images, outliers
 from capszoo.recipes.evaluation.pose import pose_probe
 from capszoo.recipes.evaluation.report import rounded
-from capszoo.recipes.evaluation.robustness import move
+from capszoo.recipes.evaluation.robustness import STEP_SHARE, attack_loss, move, pgd, pixels_to_scores
 from capszoo.recipes.evaluation.target import EvalTarget, in_float32, prepare
 from capszoo.recipes.weights import hardware, source_commit
 
@@ -70,11 +75,13 @@ __all__ = [
     "KEPT",
     "SCALES",
     "SEEDS",
+    "TIMES",
     "Job",
     "Measurement",
     "Scale",
     "jobs",
     "kept",
+    "masking",
     "measure",
     "train",
 ]
@@ -97,6 +104,9 @@ EVEN = ("dynamic", "em", "idpa", "self_attention")
 #: Head, and whether its couplings are held even.
 VARIANTS = [(head, even) for head in HEADS for even in ((False, True) if head in EVEN else (False,))]
 
+#: Heads of the claim ``overlap``.
+OVERLAP = ("avg", "conv", "dynamic", "em", "idpa", "self_attention")
+
 SEEDS = (0, 1, 2)
 RATES = (0.1, 0.03, 0.01)
 
@@ -106,13 +116,14 @@ class Scale:
     """Sizes of all runs.
 
     Attributes:
-        size: side of MNIST's images, to which they are resized.
-        updates: of ``few`` and ``rates``; ``rotation`` takes twice as many.
+        size: side of MNIST's images, to which they are resized; larger canvases in proportion.
+        updates: of ``few`` and ``rates``; the other claims take ``TIMES`` as many.
         validation: images held out of the training images.
         test: images of the test set, the first ones of a fixed random order.
+        corrupted: how many of them are corrupted.
         few: images of each class.
-        level: validation accuracy in per cent at which ``rotation`` compares heads besides the end.
-        looks: validations during a run of ``rotation``.
+        levels: claim -> the validation accuracy in per cent at which it compares heads besides the end, and the number
+            of validations during a run.
         measured: images of each measurement of a checkpoint, by claim.
         steps: of APGD.
     """
@@ -122,30 +133,44 @@ class Scale:
     updates: int
     validation: int
     test: int
+    corrupted: int
     few: tuple[int, ...]
-    level: float
-    looks: int
+    levels: dict[str, tuple[float, int]]
     measured: dict[str, int]
     steps: int
 
 
 SCALES = {
     "small": Scale(
-        16, 32, 120, 500, 2000, (10, 100, 1), 85.0, 8, dict(pose=600, ood=500, deletion=20, attack=30), 10
+        size=16,
+        batch=32,
+        updates=120,
+        validation=500,
+        test=2000,
+        corrupted=500,
+        few=(10, 100, 1),
+        levels={"rotation": (85.0, 8), "affine": (80.0, 24)},
+        measured=dict(pose=600, ood=500, deletion=20, attack=30, masking=100),
+        steps=10,
     ),
     "full": Scale(
-        28,
-        64,
-        2000,
-        5000,
-        10000,
-        (10, 100, 1, 1000),
-        99.0,
-        20,
-        dict(pose=10000, ood=10000, deletion=1000, attack=1000),
-        50,
+        size=28,
+        batch=64,
+        updates=2000,
+        validation=5000,
+        test=10000,
+        corrupted=10000,
+        few=(10, 100, 1, 1000),
+        levels={"rotation": (99.0, 20), "affine": (99.0, 100)},
+        measured=dict(pose=10000, ood=10000, deletion=1000, attack=1000, masking=1000),
+        steps=50,
     ),
 }
+#: Trained claim -> updates, in those of ``few``; and the data set, if not MNIST's.
+TIMES = {"rotation": 2, "affine": 2, "overlap": 3}
+COMPOSED = {"affine": "affnist", "overlap": "multimnist"}
+#: Images of each class of the runs of ``few`` that are tested on corrupted images and for calibration too.
+CORRUPTED = 100
 
 #: Checkpoints of the heads on the CIFAR ResNet-20, which share a recipe of 60 epochs, and their heads.
 HEAD_CHECKPOINTS = {
@@ -177,7 +202,7 @@ class Job:
     """One run.
 
     Attributes:
-        claim: "rates", "few" or "rotation".
+        claim: "rates", "few", "rotation", "affine" or "overlap".
         setting: images of each class; 0 stands for as many different ones as the updates take.
         rate: the learning rate; None is the best one of the trials.
     """
@@ -197,7 +222,7 @@ class Job:
 
     @property
     def updates(self) -> int:
-        return SCALES[self.scale].updates * (2 if self.claim == "rotation" else 1)
+        return SCALES[self.scale].updates * TIMES.get(self.claim, 1)
 
 
 def jobs(scale: str) -> Iterator[Job]:
@@ -206,16 +231,18 @@ def jobs(scale: str) -> Iterator[Job]:
         for rate in RATES:
             yield Job(scale, "rates", 100, head, even, len(SEEDS), rate)
     settings = [("few", per_class) for per_class in SCALES[scale].few]
-    settings.insert(1, ("rotation", 0))
+    settings[1:1] = [("rotation", 0)]
+    settings += [("affine", 0), ("overlap", 0)]
     for claim, setting in settings:
         for seed in SEEDS:
             for head, even in VARIANTS:
-                yield Job(scale, claim, setting, head, even, seed)
+                if claim != "overlap" or head in OVERLAP:
+                    yield Job(scale, claim, setting, head, even, seed)
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """One measurement of a checkpoint, by "pose", "ood", "deletion" or "attack"."""
+    """One measurement of a checkpoint, by "pose", "ood", "deletion", "attack" or "masking"."""
 
     scale: str
     claim: str
@@ -235,6 +262,8 @@ def measurements(scale: str) -> Iterator[Measurement]:
     for claim in ("pose", "ood", "deletion", "attack"):
         for model in (*HEAD_CHECKPOINTS.values(), *DIGIT_CHECKPOINTS):
             yield Measurement(scale, claim, model)
+    for model in HEAD_CHECKPOINTS.values():
+        yield Measurement(scale, "masking", model)
 
 
 def kept(claim: str, folder: Path = KEPT) -> dict[str, dict[str, Any]]:
@@ -264,7 +293,7 @@ def best_rate(job: Job, folder: Path = KEPT) -> float | None:
 
 
 #: Seconds of a core for each image of a measurement, where none was kept yet: seen on an AMD EPYC.
-PER_IMAGE = {"pose": 0.02, "ood": 0.01, "deletion": 3.0, "attack": 3.0}
+PER_IMAGE = {"pose": 0.02, "ood": 0.01, "deletion": 3.0, "attack": 3.0, "masking": 1.0}
 
 
 def missing_measurements(scale: str, folder: Path = KEPT) -> list[tuple[Measurement, float]]:
@@ -282,32 +311,49 @@ def missing_measurements(scale: str, folder: Path = KEPT) -> list[tuple[Measurem
 
 def missing(scale: str, folder: Path = KEPT) -> list[tuple[Job, float]]:
     """Runs that are not kept, and an estimate of the seconds that each takes, from those that are."""
-    claims = ("rates", "few", "rotation")
-    rows = {claim: kept(claim, folder) for claim in claims}
-    paces = [row["seconds"] / row["updates"] for claim in claims for key, row in rows[claim].items() if
-             key.startswith(f"{scale}/")]  # fmt: skip
+    rows = {claim: kept(claim, folder) for claim in ("rates", "few", *TIMES)}
+    paces = {
+        claim: [row["seconds"] / row["updates"] for key, row in found.items() if key.startswith(f"{scale}/")]
+        for claim, found in rows.items()
+    }
     size = SCALES[scale]
-    pace = statistics.median(paces) if paces else 0.08 * (size.size / 16) ** 2 * size.batch / 32
-    return [(job, job.updates * pace) for job in jobs(scale) if job.key not in rows[job.claim]]
+    guess = [0.08 * (size.size / 16) ** 2 * size.batch / 32]
+    anyhow = [pace for found in paces.values() for pace in found] or guess
+    pace = {claim: statistics.median(found or anyhow) for claim, found in paces.items()}
+    return [(job, job.updates * pace[job.claim]) for job in jobs(scale) if job.key not in rows[job.claim]]
 
 
 @dataclass(frozen=True)
 class Digits:
-    """MNIST for one run: training images in an order of their own, validation and test images."""
+    """Images for one run: training images in an order of their own, validation images, and test sets by figure."""
 
     training: ImageSet
     validation: ImageSet
-    test: ImageSet
+    tests: dict[str, ImageSet]
+
+
+@lru_cache(maxsize=4)
+def loaded(name: str, split: str, data: str | Path | None) -> Any:
+    """A split of a data set, read once for the runs that follow each other."""
+    return load_dataset(name, split, data)
+
+
+def shrunk(images: ImageSet, size: int, seed: int = 0) -> ImageSet:
+    """Images whose sides have the ratio to MNIST's that the scale's ``size`` has, rounded down to the stride of
+    the trunk; composed ones are composed with a seed.
+    """
+    images = images.fixed(seed)
+    side = images.size[0] * size // 28 // 4 * 4
+    spec = replace(images.spec, input_size=(1, side, side))
+    return replace(images, spec=spec, parts=None, part_labels=None).resized(side)
 
 
 def digits(job: Job, data: str | Path | None = None, device: torch.device | str = "cpu") -> Digits:
     """The images of a run; the seed picks the training images, which are the same for all heads."""
-    scale = SCALES[job.scale]
-    whole: Any = load_dataset("mnist", "train", data, size=scale.size)
-    test: Any = load_dataset("mnist", "test", data, size=scale.size)
+    scale, name = SCALES[job.scale], COMPOSED.get(job.claim, "mnist")
     training: Any
     validation: Any
-    training, validation = split_validation(whole, scale.validation, 0, False)
+    training, validation = split_validation(loaded(name, "train", data), scale.validation, 0, False)
     generator = keyed_generator(job.seed, "images")
     order = torch.randperm(len(training), generator=generator)
     if job.setting:
@@ -315,9 +361,35 @@ def digits(job: Job, data: str | Path | None = None, device: torch.device | str 
         order = torch.cat([order[labels == label][: job.setting] for label in labels.unique()])
     needed = job.updates * scale.batch
     rounds = [order[torch.randperm(len(order), generator=generator)] for _ in range(-(-needed // len(order)))]
-    some = torch.randperm(len(test), generator=keyed_generator(0, "test"))[: scale.test]
-    chosen = training.subset(torch.cat(rounds)[:needed])
-    return Digits(chosen.to(device), validation.to(device), test.subset(some).to(device))
+
+    def tested(split: str, count: int = scale.test) -> Any:
+        whole = loaded(name, split, data)
+        return whole.subset(torch.randperm(len(whole), generator=keyed_generator(0, "test"))[:count])
+
+    if job.claim == "affine":
+        tests = {"test": tested("expanded"), "affnist": tested("test")}
+    else:
+        tests = {"test": tested("test")}
+    if job.claim == "few" and job.setting == CORRUPTED:
+        tests |= corrupted(tested("test", scale.corrupted))
+    tests = {name: shrunk(images, scale.size) for name, images in tests.items()}
+    validation = shrunk(validation, scale.size)
+    if job.claim == "rotation":
+        validation = rotated(validation, 0, 30, 1)
+        tests = {"test": rotated(tests["test"], 0, 30, 2), "unseen": rotated(tests["test"], 30, 60, 3)}
+    return Digits(
+        shrunk(training.subset(torch.cat(rounds)[:needed]), scale.size, job.seed).to(device),
+        validation.to(device),
+        {name: images.to(device) for name, images in tests.items()},
+    )
+
+
+def corrupted(images: ImageSet) -> dict[str, ImageSet]:
+    """Digits under each corruption of MNIST-C, regenerated."""
+    return {
+        name: replace(images, images=corrupt(images.images, one, 1, keyed_generator(0, name, 1, 0)))
+        for name, one in MNIST_C.items()
+    }
 
 
 def rotated(images: ImageSet, low: float, high: float, seed: int) -> ImageSet:
@@ -336,13 +408,12 @@ def accuracy(net: nn.Module, images: ImageSet) -> float:
     return round(100 * right / count, 4)
 
 
-def network(job: Job) -> nn.Module:
-    """The run's network with initial weights of its seed."""
+def network(job: Job, size: tuple[int, int]) -> nn.Module:
+    """The run's network, for images of a size, with initial weights of its seed."""
     arch, args = HEADS[job.head]
     if job.even:
         args = args | {"even_couplings": True}
     torch.manual_seed(job.seed)
-    size = SCALES[job.scale].size
     return capszoo.create_model(arch, in_chans=1, img_size=size, num_classes=10, **args)
 
 
@@ -355,37 +426,36 @@ def learning_rate(step: int, updates: int, peak: float) -> float:
 
 
 def train(job: Job, rate: float, images: Digits) -> dict[str, Any]:
-    """One run, to its end: accuracies in per cent, those of ``rotation`` also where validation reaches the level."""
+    """One run, to its end: accuracies in per cent, also where validation first reaches the claim's level."""
     scale, device = SCALES[job.scale], images.training.device
     began = time.process_time() if device.type == "cpu" else time.monotonic()
-    turning = job.claim == "rotation"
-    validation, tests = images.validation, {"test": images.test}
-    if turning:
-        validation = rotated(images.validation, 0, 30, 1)
-        tests = {"test": rotated(images.test, 0, 30, 2), "unseen": rotated(images.test, 30, 60, 3)}
-    net = network(job).to(device).to(memory_format=torch.channels_last).train()
+    level, looks = scale.levels.get(job.claim, (None, 1))
+    net = network(job, images.training.size).to(device).to(memory_format=torch.channels_last).train()
     optimizer = create_optimizer_v2(net, opt="sgd", lr=rate, weight_decay=5e-4, momentum=0.9)
-    augment = Augment(rotation=30) if turning else None
+    augment = Augment(rotation=30) if job.claim == "rotation" else None
     matched: dict[str, Any] | None = None
     batches = Batches(images.training, scale.batch, train=True, seed=job.seed, augment=augment)
     for step, batch in enumerate(batches.epoch()):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, job.updates, rate)
         scores = net(batch.images.contiguous(memory_format=torch.channels_last))
-        F.cross_entropy(scores, batch.labels, label_smoothing=0.1).backward()
+        labels = batch.labels
+        if images.training.spec.multi_label:
+            labels = labels / labels.sum(1, keepdim=True)
+        F.cross_entropy(scores, labels, label_smoothing=0.1).backward()
         nn.utils.clip_grad_norm_(net.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        if turning and matched is None and (step + 1) % (job.updates // scale.looks) == 0:
-            found = accuracy(net, validation)
-            if found >= scale.level:
-                matched = {"update": step + 1, "validation": found, **_tested(copy.deepcopy(net), tests)}
+        if level is not None and matched is None and (step + 1) % (job.updates // looks) == 0:
+            found = accuracy(net, images.validation)
+            if found >= level:
+                matched = {"update": step + 1, "validation": found, **_tested(copy.deepcopy(net), images)}
             net.train()
-    record: dict[str, Any] = {"validation": accuracy(net, validation)}
+    record: dict[str, Any] = {"validation": accuracy(net, images.validation)}
     if job.claim != "rates":  # a trial never sees the test images
-        record |= _tested(net, tests)
-    if turning:
-        record |= {"level": scale.level, "matched": matched}
+        record |= _tested(net, images)
+    if level is not None:
+        record |= {"level": level, "matched": matched}
     seconds = (time.process_time() if device.type == "cpu" else time.monotonic()) - began
     return {
         "claim": job.claim,
@@ -395,7 +465,7 @@ def train(job: Job, rate: float, images: Digits) -> dict[str, Any]:
         "setting": job.setting,
         "rate": rate,
         **record,
-        "n": {"validation": len(validation), "test": len(images.test)},
+        "n": {"validation": len(images.validation), "test": len(images.tests["test"])},
         "updates": job.updates,
         "parameters": sum(p.numel() for p in net.parameters()),
         "seconds": round(seconds, 1),
@@ -405,8 +475,18 @@ def train(job: Job, rate: float, images: Digits) -> dict[str, Any]:
     }
 
 
-def _tested(net: nn.Module, tests: dict[str, ImageSet]) -> dict[str, float]:
-    return {name: accuracy(net, images) for name, images in tests.items()}
+def _tested(net: nn.Module, images: Digits) -> dict[str, Any]:
+    found = {name: accuracy(net, some) for name, some in images.tests.items()}
+    changed = {name: found.pop(name) for name in MNIST_C if name in found}
+    if not changed:
+        return dict(found)
+    test, spec = images.tests["test"], images.training.spec
+    target = EvalTarget("", net.eval(), test, len(test), spec.mean, spec.std, 0.0, None)
+    return found | {
+        "corrupted": round(statistics.mean(changed.values()), 4),
+        "corruptions": changed,
+        "ece": round(calibrate(target, target.on(images.validation)).raw.ece, 4),
+    }
 
 
 def run(job: Job, data: str | Path | None, device: torch.device, folder: Path = KEPT) -> dict[str, Any]:
@@ -432,6 +512,54 @@ def _outliers_of(target: EvalTarget, data: str | Path | None, images: int) -> Im
         return ImageSet(DATASETS[name], "test", pixels[:images], labels[:images])
 
 
+#: Lengths of one step along the sign of the gradient, in 255ths of the pixels' range; 0 is no step.
+STEP_SIZES = (0, 0.125, 0.25, 0.5, 1, 2, 4, 8)
+
+
+def masking(target: EvalTarget, twin: EvalTarget, radii: Sequence[float], steps: int) -> dict[str, Any]:
+    """Whether a network's gradients mislead an attack that follows them.
+
+    ``loss``: the mean of the largest log-probability of another class less that of the image's, after one step of each
+    of ``STEP_SIZES`` along the sign of the gradient, and ``random``, along random signs. ``radii``:
+    images that stand after ``pgd`` by the network's own gradients, after the same steps by those of ``twin``, which are
+    not stopped by a wrong answer, and images that only the latter change: gradients that serve stand for most of them.
+    """
+    own, others = (pixels_to_scores(one.net, one.mean, one.std) for one in (target, twin))
+
+    def loss(forward: Callable[[Tensor], Tensor], pixels: Tensor, labels: Tensor) -> Tensor:
+        return attack_loss(forward(pixels).log_softmax(1), labels)
+
+    def gradient(forward: Callable[[Tensor], Tensor], pixels: Tensor, labels: Tensor) -> Tensor:
+        pixels = pixels.detach().requires_grad_()
+        with torch.enable_grad():
+            return torch.autograd.grad(loss(forward, pixels, labels).sum(), pixels)[0].sign()
+
+    sums = {name: torch.zeros(len(STEP_SIZES)) for name in ("loss", "random")}
+    counts = [dict(eps=eps, own=0, transfer=0, only_transfer=0) for eps in radii]
+    for number, batch in enumerate(target.batches(100)):
+        images, labels = batch.pixels.float() / 255, batch.labels
+        generator = keyed_generator(0, number)
+        noise = torch.randn(images.shape, generator=generator).sign().to(images)
+        with torch.no_grad():
+            for name, sign in (("loss", gradient(own, images, labels)), ("random", noise)):
+                moved = [(images + size / 255 * sign).clamp(0, 1) for size in STEP_SIZES]
+                sums[name] += torch.stack([loss(own, some, labels).sum().cpu() for some in moved])
+        for count in counts:
+            eps = count["eps"]
+            _, standing = pgd(own, images, labels, eps, steps, keyed_generator(0, number))
+            tried = images
+            for _ in range(steps):
+                tried = tried + STEP_SHARE * eps / steps * gradient(others, tried, labels)
+                tried = torch.minimum(torch.maximum(tried, images - eps), images + eps).clamp(0, 1)
+            with torch.no_grad():
+                by_twin = own(tried).argmax(1) == labels
+            count["own"] += int(standing.sum())
+            count["transfer"] += int(by_twin.sum())
+            count["only_transfer"] += int((standing & ~by_twin).sum())
+    curves = {name: (total / target.n).tolist() for name, total in sums.items()}
+    return {"n": target.n, "steps": steps, "sizes": STEP_SIZES, **curves, "radii": counts}
+
+
 @in_float32
 def measure(
     one: Measurement, data: str | Path | None, device: torch.device, folder: Path = KEPT
@@ -447,8 +575,12 @@ def measure(
     elif one.claim == "deletion":
         result = {"methods": [asdict(row) for row in deletions(target, most=one.images)]}
     else:
-        steps = SCALES[one.scale].steps
-        result = asdict(adversarial(target, RADII[target.images.spec.name], steps=steps))
+        steps, radii = SCALES[one.scale].steps, RADII[target.images.spec.name]
+        if one.claim == "attack":
+            result = asdict(adversarial(target, radii, steps=steps))
+        else:
+            twin = prepare(HEAD_CHECKPOINTS["avg"], data=data, limit=one.images, device=device)
+            result = masking(target, twin, radii, steps)
     seconds = (time.process_time() if device.type == "cpu" else time.monotonic()) - began
     record = {
         "claim": one.claim,

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from capszoo.data import DATASETS, ImageSet
+from capszoo.data.sources import compose
 from capszoo.recipes.evaluation.target import EvalTarget, prepare
 from tests.support import load_script, packed
 
@@ -23,23 +24,26 @@ def evidence(root: Path) -> Any:
 def tiny(evidence: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Runs of a few updates on random images whose label is their brightest row."""
 
-    def load(name: str, split: str, data: Any, size: int) -> ImageSet:
-        count = {"train": 400, "test": 60}[split]
+    def load(name: str, split: str, data: Any) -> ImageSet:
+        count = {"train": 400, "test": 60, "expanded": 60}[split]
         generator = torch.Generator().manual_seed(len(split))
         labels = torch.arange(count) % 10
-        images = torch.randint(0, 40, (count, 1, size, size), generator=generator, dtype=torch.uint8)
-        images[torch.arange(count), 0, labels] = 255
-        return ImageSet(replace(DATASETS["mnist"], input_size=(1, size, size)), split, images, labels)
+        images = torch.randint(0, 40, (count, 1, 28, 28), generator=generator, dtype=torch.uint8)
+        images[torch.arange(count), 0, 2 * labels] = 255
+        digits = ImageSet(DATASETS["mnist"], split, images, labels)
+        return digits if name == "mnist" else compose(DATASETS[name], split, digits)
 
-    monkeypatch.setattr(evidence, "load_dataset", load)
-    monkeypatch.setitem(evidence.SCALES, "small", evidence.Scale(12, 8, 4, 40, 30, (2, 5), 0.0, 4, {}, 1))
+    monkeypatch.setattr(evidence, "loaded", load)
+    levels = {"rotation": (0.0, 4), "affine": (0.0, 8)}
+    scale = evidence.Scale(12, 8, 4, 40, 30, 20, (2, 5), levels, {}, 1)
+    monkeypatch.setitem(evidence.SCALES, "small", scale)
     monkeypatch.setattr(evidence, "VARIANTS", [("avg", False), ("em", False), ("em", True)])
     return evidence
 
 
 def test_every_head_has_its_twin_and_the_same_images(tiny: Any) -> None:
     found = list(tiny.jobs("small"))
-    assert len({(job.claim, job.key) for job in found}) == len(found) == 3 * 3 + 3 * 3 * 3
+    assert len({(job.claim, job.key) for job in found}) == len(found) == 3 * 3 + 5 * 3 * 3
     assert {job.setting for job in found if job.claim == "few"} == {2, 5}
     for claim, setting, each in (("few", 2, 2), ("rotation", 0, None)):
         drawn = [
@@ -89,6 +93,115 @@ def test_a_run_is_kept_and_not_repeated(tiny: Any, tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("claim", "side", "sets"), [("affine", 16, {"test", "affnist"}), ("overlap", 12, {"test"})]
+)
+def test_composed_digits_keep_their_proportions(tiny: Any, claim: str, side: int, sets: set[str]) -> None:
+    job = tiny.Job("small", claim, 0, "avg", False, 0)
+    images = tiny.digits(job)
+    again, other = tiny.digits(job), tiny.digits(tiny.Job("small", claim, 0, "em", False, 1))
+    assert torch.equal(images.training.images, again.training.images)
+    assert not torch.equal(images.training.images, other.training.images)
+    assert torch.equal(images.validation.images, other.validation.images)
+    assert images.tests.keys() == sets and {len(some) for some in images.tests.values()} == {30}
+    for some in (images.training, images.validation, *images.tests.values()):
+        assert some.images.shape[1:] == (1, side, side) == some.spec.input_size
+    # 40 and 36 pixels at 12/28 of their size, in steps of the trunk's stride
+    labels = images.tests["test"].labels
+    assert (claim == "affine") == (labels.dim() == 1)
+    assert claim == "affine" or labels.sum(1).tolist() == [2.0] * 30, "two digits of different classes"
+    record = tiny.train(job, 0.1, images)
+    assert record["updates"] == tiny.TIMES[claim] * 4 and 0 <= record["test"] <= 100
+    if claim == "affine":
+        assert record["matched"]["update"] == 1 and "affnist" in record["matched"], (
+            "a level of 0 at the first look"
+        )
+        assert record["affnist"] != record["test"] or record["affnist"] in (0.0, 100.0)
+
+
+def test_two_digits_are_right_only_together(tiny: Any) -> None:
+    images = tiny.digits(tiny.Job("small", "overlap", 0, "avg", False, 0)).tests["test"]
+
+    class Answers(torch.nn.Module):
+        """The scores of the labels, in the images' order; the second digit of every other image is missed."""
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            scores = images.labels.clone()
+            missed = scores[::2].argmax(1)
+            scores[::2].scatter_(1, missed[:, None], -1.0)
+            return scores
+
+    assert tiny.accuracy(Answers(), images) == 50.0
+
+
+def test_corruptions_and_calibration_are_those_of_the_runs_with_many_images(
+    tiny: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tiny, "CORRUPTED", 5)
+    few, many = (tiny.digits(tiny.Job("small", "few", count, "avg", False, 0)) for count in (2, 5))
+    assert few.tests.keys() == {"test"} and many.tests.keys() == {"test", *tiny.MNIST_C}
+    plain, bright = many.tests["test"].images[:20].float(), many.tests["brightness"].images.float()
+    assert bright.shape == plain.shape == (20, 1, 12, 12)
+    assert ((bright - plain).mean() - 127).abs() < 15, "half of the range is added"
+
+    class Sure(torch.nn.Module):
+        """Always class 0, with a probability of nearly 1: a tenth of the digits."""
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 50.0 * torch.eye(10)[torch.zeros(len(x), dtype=torch.int64)]
+
+    found = tiny._tested(Sure(), many)
+    share = 100 * float((many.tests["test"].labels == 0).float().mean())
+    assert found["test"] == pytest.approx(share, abs=1e-3)
+    assert found["ece"] == pytest.approx(100 - share, abs=1e-3)
+    assert found["corrupted"] == pytest.approx(
+        100 * float((many.tests["fog"].labels == 0).float().mean()), abs=1e-3
+    )
+    assert found["corruptions"].keys() == tiny.MNIST_C.keys() and "fog" not in found
+
+
+class Bright(torch.nn.Module):
+    """Two classes, dark and bright, by the mean of the pixels; ``hidden`` gives it steps without a gradient."""
+
+    def __init__(self, hidden: bool) -> None:
+        super().__init__()
+        self.hidden = hidden
+        self.gain = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mean = x.mean((1, 2, 3))
+        if self.hidden:
+            mean = (
+                mean.detach() - 1e-3 * mean + 1e-3 * mean.detach()
+            )  # the value, with a gradient of the wrong sign
+        return 20 * self.gain * torch.stack([0.5 - mean, mean - 0.5], 1)
+
+
+def test_masked_gradients_are_seen(evidence: Any) -> None:
+    pixels = torch.full((20, 3, 8, 8), 127, dtype=torch.uint8)
+    pixels[::2] = 128
+    labels = (torch.arange(20) + 1) % 2
+    spec = replace(DATASETS["cifar10"], input_size=(3, 8, 8))
+    images = ImageSet(spec, "test", pixels, labels)
+
+    def target(hidden: bool) -> EvalTarget:
+        return EvalTarget("", Bright(hidden), images, 20, (0.0,) * 3, (1.0,) * 3, 0.0, None)
+
+    honest, masked = (
+        evidence.masking(target(hidden), target(False), (2 / 255, 8 / 255), 5) for hidden in (False, True)
+    )
+    assert honest["n"] == 20 and len(honest["loss"]) == len(honest["sizes"]) == len(evidence.STEP_SIZES)
+    assert honest["loss"] == sorted(honest["loss"]) and honest["loss"][-1] > honest["random"][-1] + 0.3
+    # the logits differ by 40 (mean - 0.5), so that a step of 8/255 adds 40 * 8 / 255 to the loss
+    assert honest["loss"][-1] - honest["loss"][0] == pytest.approx(40 * 8 / 255, rel=1e-3)
+    assert masked["loss"] == sorted(masked["loss"], reverse=True), "its gradient lowers the loss"
+    assert [(one["own"], one["transfer"], one["only_transfer"]) for one in honest["radii"]] == [(0, 0, 0)] * 2
+    assert [(one["transfer"], one["only_transfer"]) for one in masked["radii"]] == [
+        (0, one["own"]) for one in masked["radii"]
+    ]
+    assert masked["radii"][0]["own"] > 10
+
+
 def test_the_rate_warms_up_and_ends_at_zero(evidence: Any) -> None:
     rates = [evidence.learning_rate(step, 100, 0.3) for step in range(100)]
     assert (
@@ -100,7 +213,9 @@ def test_a_measurement_is_repeated_for_another_file(
     tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = "resnet20_routingcaps.mnist"
-    scale = replace(tiny.SCALES["small"], measured={"pose": 24, "ood": 24, "deletion": 2, "attack": 2})
+    scale = replace(
+        tiny.SCALES["small"], measured={"pose": 24, "ood": 24, "deletion": 2, "attack": 2, "masking": 2}
+    )
     monkeypatch.setitem(tiny.SCALES, "small", scale)
     digits = packed(tiny.ROOT, "mnist")
 
@@ -139,13 +254,29 @@ def test_a_page_without_runs_claims_nothing(script: Any, tmp_path: Path) -> None
     assert script.plots(tmp_path, tmp_path) == [] and "Not tested yet" in script.summary(tmp_path)
 
 
-def few(folder: Path, evidence: Any, means: dict[str, float], seeds: int = 3) -> None:
+def few(
+    folder: Path,
+    evidence: Any,
+    means: dict[str, float],
+    seeds: int = 3,
+    claim: str = "few",
+    setting: int = 10,
+    figure: str = "test",
+    **more: Any,
+) -> None:
     for name, mean in means.items():
         head, _, twin = name.partition(", ")
         for seed in range(seeds):
-            run = evidence.Job("small", "few", 10, head, bool(twin), seed)
-            row = {"test": mean + 0.1 * seed, "validation": mean, "rate": 0.1, "seed": seed}
-            evidence.keep("few", run.key, row, folder)
+            run = evidence.Job("small", claim, setting, head, bool(twin), seed)
+            row = {
+                figure: mean + 0.1 * seed,
+                "validation": mean,
+                "rate": 0.1,
+                "seed": seed,
+                "seconds": 9,
+            } | more
+            row |= {"updates": run.updates}
+            evidence.keep(claim, run.key, row, folder)
 
 
 def test_a_difference_needs_three_seeds_and_its_interval(script: Any, evidence: Any, tmp_path: Path) -> None:
@@ -163,6 +294,27 @@ def test_a_difference_needs_three_seeds_and_its_interval(script: Any, evidence: 
     )
     (path,) = script.plots(tmp_path, tmp_path)
     assert path.name == "evidence_few.svg" and path.stat().st_size > 1000
+
+
+def test_the_paragraph_counts_every_comparison(script: Any, evidence: Any, tmp_path: Path) -> None:
+    few(tmp_path, evidence, {"avg": 90.0, "conv": 95.0, "em": 91.0, "em, even": 90.0})
+    said = script.overall(tmp_path)
+    assert said[0] == (
+        "Trained beside average pooling, a routed head is better in 1 of 1 (em: few, 10 a class) comparisons."
+    ), "conv has no capsules"
+    assert said[1] == "It is worse in none of 1."
+    few(tmp_path, evidence, {"avg": 5.0, "em": 6.0}, setting=100, figure="ece", validation=90.0)
+    assert "It is worse in 1 of 2 (em: calibration)." in script.overall(tmp_path), "a smaller error is better"
+    few(tmp_path, evidence, {"avg": 3.0, "idpa": 30.0}, claim="overlap", setting=0)
+    assert "idpa: overlap" not in " ".join(script.overall(tmp_path)), "avg did not train"
+    means = {"avg": 80.0, "em": 80.05}
+    few(tmp_path, evidence, means, claim="affine", setting=0, figure="affnist", matched={"affnist": 50.0})
+    lines = script.trained_lines("affine", tmp_path)
+    assert "At the first validation accuracy of" in lines[0] and "| em | +0.05 ± 0.23 | – |" in lines
+    few(tmp_path, evidence, {"em": 80.05}, claim="affine", setting=0, figure="affnist", matched=None)
+    (_, part) = script.compared("affine", 0, tmp_path, matched=True)
+    assert part.short == ["em"] and not part.by
+    assert any(line.startswith("- ") and "evidence.py masking" in line for line in script.left(tmp_path))
 
 
 def test_verdicts_count_what_the_intervals_show(script: Any, evidence: Any, tmp_path: Path) -> None:

@@ -42,6 +42,7 @@ __all__ = [
     "move",
     "parse_radii",
     "pgd",
+    "pixels_to_scores",
     "sweeps",
 ]
 
@@ -208,7 +209,7 @@ def attack(
     if target.images.spec.multi_label:
         raise CapszooError("PGD is defined here for one label an image", "choose another data set")
     target.require_one_view("robustness is measured")
-    pixels_of = _pixels_to_scores(target.net, target.mean, target.std)
+    pixels_of = pixels_to_scores(target.net, target.mean, target.std)
     right = [0] * len(radii)
     frozen = [p for p in target.net.parameters() if p.requires_grad]
     for p in frozen:  # their gradients are not needed
@@ -229,9 +230,11 @@ def attack(
     )
 
 
-def _pixels_to_scores(
+def pixels_to_scores(
     net: nn.Module, mean: tuple[float, ...], std: tuple[float, ...]
 ) -> Callable[[Tensor], Tensor]:
+    """Scores of pixels in 0..1, float [b, c, h, w]: normalisation, then the network."""
+
     def forward(images: Tensor) -> Tensor:
         shape = (1, -1, 1, 1)
         shifted = images - torch.tensor(mean, device=images.device).view(shape)
