@@ -167,8 +167,8 @@ class Checkpoint:
         """
         if self.kind not in ("hub", "folder", "exported"):
             return self.info
-        stated = self.stated_sha256()
-        return next((info for info in checkpoints(aliases=False).values() if info.sha256 == stated), None)
+        sha256 = self.stated_sha256()
+        return next((info for info in checkpoints(aliases=False).values() if info.sha256 == sha256), None)
 
     def stated_sha256(self) -> str | None:
         """The sha256 of the weights that the metadata or the ``config.json`` states; None if it states none."""
@@ -309,8 +309,8 @@ def _hub_metadata(repo_id: str) -> dict[str, Any]:
         if not is_hub_error(error):
             raise
         absent = isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError)
-        known = try_to_load_from_cache(name, METADATA_FILENAME, revision=revision or None)
-        if absent or known is not None:  # it is not there, now or at the last call with a connection
+        cached = try_to_load_from_cache(name, METADATA_FILENAME, revision=revision or None)
+        if absent or cached is not None:  # it is not there, now or at the last call with a connection
             return {"model_args": hub_config(repo_id).model_args}
         raise WeightsError(
             f"{name}: {METADATA_FILENAME}, which states how the weights were trained, is not on this machine: "
@@ -356,9 +356,9 @@ def load_model(
     """
     net = resolve(name).create(pretrained, device, **kwargs)
     untrained = getattr(net, "untrained", ())
-    stated = (getattr(net, "pretrained_cfg", None) or {}).get("num_classes")
+    num_classes = (getattr(net, "pretrained_cfg", None) or {}).get("num_classes")
     # for other classes it is to be trained anyway
-    if untrained and kwargs.get("num_classes", stated) == stated:
+    if untrained and kwargs.get("num_classes", num_classes) == num_classes:
         rows, columns = net.img_size  # type: ignore[misc]
         raise NoWeights(
             f"{name} has no trained weights for {rows}x{columns} images: {untrained[0]} depends on the size",

@@ -180,14 +180,14 @@ def pixel_limit() -> int:
     Raises:
         UsageError: the variable is not an integer above 0.
     """
-    stated = os.environ.get("CAPSZOO_MAX_PIXELS", "")
-    if not stated:
+    setting = os.environ.get("CAPSZOO_MAX_PIXELS", "")
+    if not setting:
         return MAX_PIXELS
-    if not stated.isdecimal() or not 0 < int(stated[:20]) < 2**40:
+    if not setting.isdecimal() or not 0 < int(setting[:20]) < 2**40:
         raise UsageError(
-            f"CAPSZOO_MAX_PIXELS is '{stated[:60]}'", "give a number of pixels, such as 100000000"
+            f"CAPSZOO_MAX_PIXELS is '{setting[:60]}'", "give a number of pixels, such as 100000000"
         )
-    return int(stated)
+    return int(setting)
 
 
 #: Pillow's formats that are read. Others open further files inside (IPTC), run programs (EPS, refused by its name), or
@@ -288,8 +288,8 @@ def _upright(image: Image.Image, name: str | Path) -> Image.Image:
     image.load()
     upright = ImageOps.exif_transpose(image)
     upright.info.pop(_STATED, None)
-    if (stated := stated_range(image)) is not None:  # a copy has no tags
-        upright.info[_STATED] = stated
+    if (declared := stated_range(image)) is not None:  # a copy has no tags
+        upright.info[_STATED] = declared
     return upright
 
 
@@ -422,11 +422,11 @@ def _black_and_white(
     image: Image.Image, lowest: float, highest: float, value_range: ValueRange | None, name: str | Path
 ) -> tuple[ValueRange, str]:
     """The values of an image that become black and white, and a note if they are assumed, or others are clipped."""
-    known = value_range or image.info.get(_STATED)
-    if known:
-        black, white = known
+    declared = value_range or image.info.get(_STATED)
+    if declared:
+        black, white = declared
         clipped = f"values outside of {black:g} to {white:g} are clipped"
-        return known, clipped if lowest < black or highest > white else ""
+        return declared, clipped if lowest < black or highest > white else ""
     unknown = CapszooError(
         f"{name}: its values run from {lowest:g} to {highest:g}, and which are black and white is not known",
         "save it with 8 bits, or train on such images: the weights then state the range",

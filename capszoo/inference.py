@@ -85,36 +85,36 @@ def _predict_chunk(
     sizes: list[tuple[int, int]] = []
     notes: list[tuple[str, ...]] = []
     errors: dict[int, str] = {}
-    for i, (name, given) in enumerate(chunk):
+    for i, (name, source) in enumerate(chunk):
         try:
-            image = as_image(given)
-            view, said = transform.read(image, name)
+            image = as_image(source)
+            view, remarks = transform.read(image, name)
         except UsageError:
             raise
         except CapszooError as e:
             errors[i] = str(e)
         else:
             tensors.append(transform.normalise(view))
-            notes.append(said)
+            notes.append(remarks)
             sizes.append(image.size)
     kind = score_kind(model)
-    found: Iterator[tuple[Any, ...]] = iter(())
+    rows: Iterator[tuple[Any, ...]] = iter(())
     if tensors:
         like = next(model.parameters(), torch.empty(0))  # an exported file has none
         with evaluating(model), torch.inference_mode():
             scores = model(torch.stack(tensors).to(like.device, like.dtype)).float().cpu()
         values, indices = scores.topk(topk, dim=1)
         shares = probabilities(scores, kind).gather(1, indices)
-        found = iter(zip(values.tolist(), indices.tolist(), shares.tolist(), sizes, notes, strict=True))
+        rows = iter(zip(values.tolist(), indices.tolist(), shares.tolist(), sizes, notes, strict=True))
     results = []
     for i, (name, _) in enumerate(chunk):
         if i in errors:
             results.append(ImagePrediction(name, error=errors[i]))
             continue
-        best, classes, probable, size, said = next(found)
+        best, classes, probable, size, remarks = next(rows)
         top = tuple(
             ScoredClass(c, labels[c], value, share)
             for value, c, share in zip(best, classes, probable, strict=True)
         )
-        results.append(ImagePrediction(name, top, size, score_kind=kind, notes=said))
+        results.append(ImagePrediction(name, top, size, score_kind=kind, notes=remarks))
     return results

@@ -181,7 +181,7 @@ class ImageTransform:
             bright = "" if self.invert or self.inherited_mean else looks_inverted(cropped, self.mean)
             image = fit_drawing(image, size) if self.fit else cropped
             image = image if size == self.size else pad_to(image, self.size, self.canvas)
-        return image, tuple(said for said in (depth, note, bright) if said)
+        return image, tuple(remark for remark in (depth, note, bright) if remark)
 
     def __call__(self, image: Image.Image) -> Tensor:
         """Image to ``[c, h, w]``, float32."""
@@ -257,8 +257,8 @@ def model_framing(model: nn.Module) -> Framing:
 
 
 def _crop_mode(cfg: dict[str, Any]) -> str:
-    stated = cfg.get("crop_mode")
-    return stated if stated in CROP_MODES else "center"
+    mode = cfg.get("crop_mode")
+    return mode if mode in CROP_MODES else "center"
 
 
 def _value_range(own: dict[str, Any]) -> ValueRange | None:
@@ -268,5 +268,5 @@ def _value_range(own: dict[str, Any]) -> ValueRange | None:
 
 def per_channel(values: Iterable[float], channels: int) -> tuple[float, ...]:
     """One value per channel; if the number of values differs, their mean for each channel."""
-    given = tuple(float(value) for value in values)
-    return given if len(given) == channels else (sum(given) / len(given),) * channels
+    numbers = tuple(float(value) for value in values)
+    return numbers if len(numbers) == channels else (sum(numbers) / len(numbers),) * channels

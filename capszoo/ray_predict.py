@@ -133,7 +133,7 @@ def _clear(job: Job) -> None:
 def _find_done(job: Job, shards: Sequence[Sequence[str]]) -> tuple[Summary, list[int]]:
     """Results of an earlier call, and the numbers of the missing shards."""
     summary, missing = Summary(shards=len(shards)), []
-    known = {job.part(number).name for number in range(len(shards))}
+    shard_names = {job.part(number).name for number in range(len(shards))}
     out = Path(job.out)
     if out.exists() and not out.is_dir():
         raise CapszooError(
@@ -141,7 +141,7 @@ def _find_done(job: Job, shards: Sequence[Sequence[str]]) -> tuple[Summary, list
         )
     # names with a dot are of workers that died: `_clear` removes them
     names = (path.name for path in out.glob("*.parquet"))
-    strangers = sorted(name for name in names if name not in known and not name.startswith("."))
+    strangers = sorted(name for name in names if name not in shard_names and not name.startswith("."))
     other = f"{out} holds %s of another call (other images, model, options or --shard-size)"
     if strangers:
         raise CapszooError(other % strangers[0], "choose another --out")

@@ -97,13 +97,13 @@ def find_cached(
     except CapszooError:  # no folder for the cache
         return None
     try:
-        place = _place(model, img_size, routing_iters)
-        manifest = json.loads((place / "manifest.json").read_text(encoding="utf-8")) if place else None
+        entry = _place(model, img_size, routing_iters)
+        manifest = json.loads((entry / "manifest.json").read_text(encoding="utf-8")) if entry else None
         files = ("model.onnx", "preprocess.json", "labels.txt")
-        if place is None or manifest is None:
+        if entry is None or manifest is None:
             return None
-        written = {file: hashlib.sha256((place / file).read_bytes()).hexdigest() for file in files}
-        return place if all(manifest["files"][file] == digest for file, digest in written.items()) else None
+        written = {file: hashlib.sha256((entry / file).read_bytes()).hexdigest() for file in files}
+        return entry if all(manifest["files"][file] == digest for file, digest in written.items()) else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -117,26 +117,28 @@ def export_to_cache(
         UsageError: the model's weights are not a file on this machine.
         CapszooError: the export failed, or a library is missing.
     """
-    place = _place(model, img_size, routing_iters)
-    if place is None:
+    entry = _place(model, img_size, routing_iters)
+    if entry is None:
         raise UsageError(
             f"--runtime onnx takes the zoo's weights, runs and weights files, and {model} is none",
             "give --runtime torch, or export it: capszoo export",
         )
-    writable_cache(place.parent)  # before the model is loaded
-    from capszoo.inference import load_model
+    writable_cache(entry.parent)  # before the model is loaded
+    from capszoo.checkpoint import load_model
 
     from .bundle import export_bundle
     from .bundle.manifest import read_manifest
 
-    given: dict[str, Any] = {"img_size": img_size, "routing_iters": routing_iters}
-    net = load_model(model, device="cpu", **{key: value for key, value in given.items() if value is not None})
+    settings: dict[str, Any] = {"img_size": img_size, "routing_iters": routing_iters}
+    net = load_model(
+        model, device="cpu", **{key: value for key, value in settings.items() if value is not None}
+    )
     try:
-        read_manifest(place)
+        read_manifest(entry)
     except CapszooError:  # damaged: the folder is the cache's own, which no user has to name
-        shutil.rmtree(place, ignore_errors=True)
-    export_bundle(net, place, source=model, name=Path(model).name)
-    return place
+        shutil.rmtree(entry, ignore_errors=True)
+    export_bundle(net, entry, source=model, name=Path(model).name)
+    return entry
 
 
 class CachedModel:
@@ -216,14 +218,18 @@ class CachedModel:
         labels = self._classifier.labels
         scores = self._classifier(inputs).astype(np.float64) if inputs else np.zeros((0, len(labels)))
         shares = iter(zip(scores, infer.probabilities(scores, self.score_kind), strict=True))
-        for one in described:
-            if one.error:
-                predictions.append(one)
+        for description in described:
+            if description.error:
+                predictions.append(description)
                 continue
             values, probable = next(shares)
             best = np.argsort(-values, kind="stable")[:topk]
             top = tuple(
                 ScoredClass(int(i), labels[i], float(values[i]), float(probable[i])) for i in best.tolist()
             )
-            predictions.append(ImagePrediction(one.image, top, one.size, "", one.score_kind, one.notes))
+            predictions.append(
+                ImagePrediction(
+                    description.image, top, description.size, "", description.score_kind, description.notes
+                )
+            )
         return predictions

@@ -194,8 +194,8 @@ def probe_input(
         ValueError: an unknown probe.
     """
     if probe not in PROBES and probe not in HALF_PROBES:
-        known = dict.fromkeys((*PROBES, *HALF_PROBES))
-        raise ValueError(f"unknown probe {probe!r}: use one of {', '.join(known)}")
+        names = dict.fromkeys((*PROBES, *HALF_PROBES))
+        raise ValueError(f"unknown probe {probe!r}: use one of {', '.join(names)}")
     if probe == "zero":
         return np.zeros(shape, dtype=dtype)
     generator = np.random.default_rng(seed)
@@ -320,8 +320,10 @@ def compare_probes(
     names, differences = (reference.name, candidate.name), []
     compare_outputs(*outputs, names=names, scores=scores)  # checks shapes, before they are cut
     for i, probe in enumerate(probes):
-        own = [[output[i :: len(probes)] for output in side] for side in outputs]
-        differences.append(replace(compare_outputs(own[0], own[1], probe, names, scores), batch=count))
+        by_probe = [[output[i :: len(probes)] for output in side] for side in outputs]
+        differences.append(
+            replace(compare_outputs(by_probe[0], by_probe[1], probe, names, scores), batch=count)
+        )
     return differences
 
 

@@ -179,8 +179,8 @@ class ExportOptions:
             )
 
     def _batch(self) -> tuple[int, ...]:
-        given: Any = self.batch
-        return tuple(given) if isinstance(given, Sequence) else (given,) * 3
+        batch: Any = self.batch
+        return tuple(batch) if isinstance(batch, Sequence) else (batch,) * 3
 
     def check_images(self) -> None:
         """Refuse int8 without its required images, and images that are not needed.
@@ -207,8 +207,8 @@ class ExportOptions:
                 f"{len(real) if real else 'none'}",
                 "--verify-data names a folder, or a data set",
             )
-        known = set(_hashes(ranges.images)) if ranges else set()
-        shared = sum(one in known for one in _hashes(real.images))
+        hashes = set(_hashes(ranges.images)) if ranges else set()
+        shared = sum(one in hashes for one in _hashes(real.images))
         if shared > MAX_SHARED * len(real):
             raise UsageError(
                 f"{shared} of the {len(real)} images that measure what int8 costs are calibration images",
@@ -340,10 +340,10 @@ def collect(kind: type[Options], options: Options | None, changes: Mapping[str, 
     """
     if options is not None and not isinstance(options, kind):
         raise TypeError(f"options must be {kind.__name__}, not {type(options).__name__}")
-    known = [option.name for option in fields(kind)]
+    names = [option.name for option in fields(kind)]
     for name in changes:
-        if name not in known:
-            raise TypeError(unknown_name("option of the export", name, known))
+        if name not in names:
+            raise TypeError(unknown_name("option of the export", name, names))
     return kind(**changes) if options is None else replace(options, **changes)
 
 
@@ -354,17 +354,17 @@ def _are_counts(values: Any, length: int) -> bool:
     return all(isinstance(n, Integral) and not isinstance(n, bool) and int(n) > 0 for n in values)
 
 
-def _one_of(what: str, given: str, known: Sequence[str] | Mapping[str, Any]) -> None:
-    if given not in known:
-        words = list(known)
+def _one_of(what: str, word: str, choices: Sequence[str] | Mapping[str, Any]) -> None:
+    if word not in choices:
+        words = list(choices)
         listed = " or ".join(words) if len(words) == 2 else ", ".join(words)
-        raise UsageError(f"unknown {what} '{given}'", f"use {listed}")
+        raise UsageError(f"unknown {what} '{word}'", f"use {listed}")
 
 
-def _each_of(what: str, given: Sequence[str], known: Sequence[str]) -> None:
+def _each_of(what: str, words: Sequence[str], choices: Sequence[str]) -> None:
     """Refuse an unknown word, and an empty sequence."""
-    for word in given or ("",):
-        _one_of(what, word, known)
+    for word in words or ("",):
+        _one_of(what, word, choices)
 
 
 def _hashes(images: torch.Tensor) -> Iterator[bytes]:

@@ -203,12 +203,12 @@ def main(arguments: list[str] | None = None) -> int:
             raise CapszooError(f"{out} is a folder", "give the name of a .pt2 file")
         with workplace(out.with_suffix(".pt2"), folder=True) as work:
             made = compile_program(program, work / "model.pt2", device)
-            said = _against_reference(made, program, device)
+            message = _against_reference(made, program, device)
             os.replace(made, out)
     except (CapszooError, OSError, ValueError, KeyError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print(f"{out}: {said}")
+    print(f"{out}: {message}")
     return 0
 
 

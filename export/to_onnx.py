@@ -303,7 +303,7 @@ def _describe_in_file(proto: onnx.ModelProto, prepared: PreparedModel, report: E
     """Describe the model in the file's metadata, as the files of a bundle do: it may be the only file."""
     import onnx
 
-    from capszoo.inference import label_names
+    from capszoo._pretrained.facts import label_names
     from capszoo.preprocess import model_transform
 
     from .bundle.manifest import preprocessing, state_digest, weights_of  # which import this module

@@ -302,8 +302,8 @@ def _member(kind: Any, name: str, api: str) -> Any:
 
 
 def _parser_error(error: Any) -> str:
-    where = error.node_operator() if hasattr(error, "node_operator") else ""
-    return " ".join(f"{where + ': ' if where else ''}{error.desc()}".split())
+    operator = error.node_operator() if hasattr(error, "node_operator") else ""
+    return " ".join(f"{operator + ': ' if operator else ''}{error.desc()}".split())
 
 
 def _version(text: str) -> tuple[int, int]:
@@ -327,12 +327,12 @@ def write(
     Raises:
         ExportError: TensorRT is installed and refuses the graph, or the engine's results differ.
     """
-    place = folder / _FOLDER
-    place.mkdir()
+    engine_folder = folder / _FOLDER
+    engine_folder.mkdir()
     line = trtexec_line(report, options, "../model.onnx", "model.plan")
     profile = {"input": report.input_name, "shapes": shapes(report), "options": asdict(options)}
-    (place / "profile.json").write_text(json.dumps(profile, indent=1) + "\n", encoding="utf-8")
-    script = place / "build_engine.sh"
+    (engine_folder / "profile.json").write_text(json.dumps(profile, indent=1) + "\n", encoding="utf-8")
+    script = engine_folder / "build_engine.sh"
     # it runs on Linux, wherever it is written
     script.write_text(_SCRIPT.format(line=shlex.join(line)), encoding="utf-8", newline="\n")
     script.chmod(0o755)
@@ -364,7 +364,7 @@ def write(
             GateStep(parity, None, "not run: no engine"),
         ]
     if built.inspection:
-        (place / "layers.json").write_text(built.inspection, encoding="utf-8")
+        (engine_folder / "layers.json").write_text(built.inspection, encoding="utf-8")
     described |= {"file": PLAN, "api": built.api, "layers": built.layers}
     described["readme"].append(f"`{_FOLDER}/model.plan` was built by {built.api} on this kind of GPU alone.")
     detail = f"{built.api}, {built.layers} layers, {built.file_bytes:,} bytes"

@@ -120,11 +120,11 @@ def _arguments(function: Any, options: BuildOptions) -> dict[str, Any]:
     )
     if options.timing_cache:
         arguments["timing_cache_path"] = options.timing_cache
-    known = inspect.signature(function).parameters
+    parameters = inspect.signature(function).parameters
     # a release that always types networks strongly, or always refits, may have dropped these two
-    if "immutable_weights" not in known:
+    if "immutable_weights" not in parameters:
         del arguments["immutable_weights"]
-    if "use_explicit_typing" in known:
+    if "use_explicit_typing" in parameters:
         arguments["use_explicit_typing"] = True
     return arguments
 

@@ -22,7 +22,7 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from capszoo.errors import UsageError
 from capszoo.layers.engine import RoutingLayer
-from capszoo.summary import iteration_attributes, routing_iterations
+from capszoo.models._inspect import iteration_attributes, routing_iterations
 
 __all__ = [
     "Served",

@@ -109,15 +109,15 @@ def find_source(model: str, weights: bool = True) -> Source:
         CapszooError: no such folder or file, or a folder without a finished run.
         WeightsError: weights are missing or do not fit.
     """
-    found = resolve(model)
-    net = found.create(pretrained=weights, device="cpu")
+    checkpoint = resolve(model)
+    net = checkpoint.create(pretrained=weights, device="cpu")
     cfg: dict[str, Any] = net.pretrained_cfg  # type: ignore[assignment]
     architecture = str(cfg["architecture"])
     # for an architecture that starts from random weights, its existing weights are irrelevant
-    bare = found.kind == "name" and "." not in found.argument
-    stated = Metadata() if bare and not weights else found.metadata()
-    args = {key: value for key, value in stated.model_args.items() if key not in DATA_ARGS}
-    trained = stated.trained.loss
+    bare = checkpoint.kind == "name" and "." not in checkpoint.argument
+    metadata = Metadata() if bare and not weights else checkpoint.metadata()
+    args = {key: value for key, value in metadata.model_args.items() if key not in DATA_ARGS}
+    trained = metadata.trained.loss
     loss = trained.model_dump(mode="json") if trained else _usual_loss(architecture)
     # its recipes may give the network other scores, by their model_args
     if not trained and score_kind(net) == "logits":
@@ -131,8 +131,8 @@ def find_source(model: str, weights: bool = True) -> Source:
 
 def _framed(cfg: Mapping[str, Any]) -> str:
     """The crop mode of a configuration; timm may have others, for training."""
-    stated = str(cfg.get("crop_mode"))
-    return stated if stated in CROP_MODES else "center"
+    mode = str(cfg.get("crop_mode"))
+    return mode if mode in CROP_MODES else "center"
 
 
 def backbone_source(backbone: str, head: str) -> Source:
@@ -157,7 +157,7 @@ def backbone_source(backbone: str, head: str) -> Source:
     args: dict[str, Any] = {"backbone": backbone, "routing": head}
     if config is not None:
         args["backbone"] = config.architecture
-        args |= {"backbone_args": given} if (given := backbone_args(config)) else {}
+        args |= {"backbone_args": arguments} if (arguments := backbone_args(config)) else {}
     channels, rows, columns = cfg.get("input_size") or (3, 224, 224)
     return Source(
         "caps_head",
@@ -451,23 +451,23 @@ def _write_folds(recipe: Recipe, images: RunData, results: list[EvalResult], out
     """Write folds.json and the confusion matrix over all folds."""
     whole = pooled(results)
     assert whole.confusion is not None
-    found: dict[str, Any] = {"folds": len(results), "n": whole.n}
+    summary: dict[str, Any] = {"folds": len(results), "n": whole.n}
     recalls = [
         mean_recall(*zip(*((row.right, row.n) for row in result.per_class), strict=True))
         for result in results
     ]
     for name, values in (("top1", [result.accuracy for result in results]), ("recall", recalls)):
         spread = statistics.stdev(values)
-        found[name] = {"mean": statistics.mean(values), "sd": spread, "values": values}
-    found = rounded(found) | {
+        summary[name] = {"mean": statistics.mean(values), "sd": spread, "values": values}
+    summary = rounded(summary) | {
         "label_names": [row.label for row in whole.per_class],
         "confusion": whole.confusion.tolist(),
         "sha256": images.fingerprints["train"],
     }
-    write_atomically(out / FOLDS, f"{json.dumps(found, indent=1)}\n")
+    write_atomically(out / FOLDS, f"{json.dumps(summary, indent=1)}\n")
     title = f"{recipe.name}, {whole.n:,} images, each by the run that was not trained on it"
     draw_confusion(whole, title, out / CONFUSION)
-    return found | {"folds_file": out / FOLDS, "confusion": out / CONFUSION}
+    return summary | {"folds_file": out / FOLDS, "confusion": out / CONFUSION}
 
 
 def _finish(images: RunData, weights: Path, device: str | torch.device) -> dict[str, Any]:

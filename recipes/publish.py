@@ -76,17 +76,17 @@ def find_checkpoint(run: str | Path) -> Checkpoint:
     alias = checkpoints().get(str(run))
     if alias is not None and alias.stored_as:
         raise PublishError(f"{run} is another name of {alias.stored_as}", "publish that one")
-    found = resolve(
+    checkpoint = resolve(
         finished_run(path) if str(run) not in checkpoints(aliases=False) and path.is_dir() else run
     )
-    info = found.info
-    if info is None or (found.kind == "name" and found.argument != info.name):
+    info = checkpoint.info
+    if info is None or (checkpoint.kind == "name" and checkpoint.argument != info.name):
         raise PublishError(
             f"{run}: neither the folder of a finished run, nor a .safetensors file, nor a checkpoint of the zoo",
             "`capszoo list --pretrained` shows those",
         )
-    weights, net = found.weights(), found.create(device="cpu")
-    golden, of_user = golden_file(info), found.kind == "file"
+    weights, net = checkpoint.weights(), checkpoint.create(device="cpu")
+    golden, of_user = golden_file(info), checkpoint.kind == "file"
     if of_user:
         golden = weights.with_name(f"{weights.stem}.golden.npz")
         records = read_records(weights.with_name("metrics.jsonl"))
@@ -127,15 +127,15 @@ def _check_golden(arrays: dict[str, np.ndarray], info: WeightsInfo, path: Path) 
         )
 
 
-def _config(found: Checkpoint) -> dict[str, Any]:
+def _config(checkpoint: Checkpoint) -> dict[str, Any]:
     """``config.json`` in timm's format, with the sha256 that our loading verifies."""
-    info = found.info
-    own: dict[str, Any] = getattr(found.net, "pretrained_cfg", None) or {}
+    info = checkpoint.info
+    cfg: dict[str, Any] = getattr(checkpoint.net, "pretrained_cfg", None) or {}
     kept = ("first_conv", "classifier", "fixed_input_size", "paper_name", "paper_ids")
     return {
         "architecture": info.architecture,
         "num_classes": info.num_classes,
-        "num_features": getattr(found.net, "num_features", None),
+        "num_features": getattr(checkpoint.net, "num_features", None),
         **({"label_names": list(info.label_names)} if info.label_names else {}),
         "model_args": dict(info.model_args),
         "sha256": info.sha256,
@@ -154,7 +154,7 @@ def _config(found: Checkpoint) -> dict[str, Any]:
             "pool_size": list(info.metadata.pool_size) if info.metadata.pool_size else None,
             "license": info.license,
             "description": info.description,
-            **{key: own[key] for key in kept if own.get(key) is not None},
+            **{key: cfg[key] for key in kept if cfg.get(key) is not None},
         },
     }
 
@@ -177,40 +177,43 @@ def stage(run: str | Path, repo_id: str, folder: Path, private: bool = False) ->
         PublishError: the written files do not reproduce the golden outputs.
         WeightsError: see ``find_checkpoint``.
     """
-    found = find_checkpoint(run)
-    found = replace(found, info=_public_info(found.info))
-    info = found.info
-    shutil.copyfile(found.weights, folder / HUB_FILENAME)
-    write_safetensors(folder / GOLDEN, {"pixels": found.pixels, "scores": found.scores})
-    write_atomically(folder / "config.json", json.dumps(_config(found), indent=1, ensure_ascii=False) + "\n")
+    checkpoint = find_checkpoint(run)
+    checkpoint = replace(checkpoint, info=_public_info(checkpoint.info))
+    info = checkpoint.info
+    shutil.copyfile(checkpoint.weights, folder / HUB_FILENAME)
+    write_safetensors(folder / GOLDEN, {"pixels": checkpoint.pixels, "scores": checkpoint.scores})
+    write_atomically(
+        folder / "config.json", json.dumps(_config(checkpoint), indent=1, ensure_ascii=False) + "\n"
+    )
     write_atomically(folder / METADATA_FILENAME, json.dumps(info.raw, indent=1, ensure_ascii=False) + "\n")
     if info.label_names:
         write_atomically(folder / LABELS, "".join(f"{line}\n" for line in label_lines(info.label_names)))
     history = info.metadata.history
     if history:
         draw_curves(folder / CURVES, info.name, records_of(history))
-    confusion = found.weights.with_name(CONFUSION)  # drawn by fine-tuning
+    confusion = checkpoint.weights.with_name(CONFUSION)  # drawn by fine-tuning
     evaluated = confusion.with_name("eval.json").is_file()  # its picture has replaced fine-tuning's
     if confusion.is_file() and not evaluated:
         shutil.copyfile(confusion, folder / CONFUSION)
     pictures = [file for file in (CURVES, CONFUSION) if (folder / file).is_file()]
     card = model_card(info, repo_id, private, pictures)
     write_atomically(folder / "README.md", card.content)
-    _check(folder, found)
+    _check(folder, checkpoint)
     return info
 
 
-def _check(folder: Path, found: Checkpoint) -> None:
+def _check(folder: Path, checkpoint: Checkpoint) -> None:
     """Check that both libraries can load the folder, and that the loaded models reproduce the golden outputs."""
-    if sha256_of(folder / HUB_FILENAME) != found.info.sha256:
+    if sha256_of(folder / HUB_FILENAME) != checkpoint.info.sha256:
         raise PublishError(
-            f"{found.weights}: the copy differs from its metadata", "check the disk for errors"
+            f"{checkpoint.weights}: the copy differs from its metadata", "check the disk for errors"
         )
-    images = normalize(found.pixels, found.info.mean, found.info.std)
+    images = normalize(checkpoint.pixels, checkpoint.info.mean, checkpoint.info.std)
     for library, create in (("capszoo", create_model), ("timm", timm.create_model)):
         net: Any = create(f"local-dir:{folder}", pretrained=True)
-        what = f"{found.info.name}: loaded back with {library}, its scores differ by {{:.2g}} from the golden outputs"
-        _compare(net, images, found.scores, what)
+        name = checkpoint.info.name
+        what = f"{name}: loaded back with {library}, its scores differ by {{:.2g}} from the golden outputs"
+        _compare(net, images, checkpoint.scores, what)
 
 
 def _compare(net: nn.Module, images: Tensor, expected: Tensor, problem: str) -> None:
@@ -296,12 +299,12 @@ def publish_all(
     It stops at the first failure; the next call skips what is already published, and resumes.
     """
     done: list[dict[str, Any]] = []
-    known = checkpoints(aliases=False)
-    for name in known:
+    names = checkpoints(aliases=False)
+    for name in names:
         try:
             into = Path(out) / name if out else None
             done.append(publish(name, f"{org}/{name}", private, dry_run, into, say, replaces=True))
         except CapszooError as error:
-            raise PublishError(f"{name} ({len(done)} of {len(known)} were done): {error}") from error
+            raise PublishError(f"{name} ({len(done)} of {len(names)} were done): {error}") from error
         say(f"{done[-1]['repo_id']}: {'checked' if dry_run else 'published'}")
     return done

@@ -222,17 +222,17 @@ def _locate_nonfinite(run: Run, state: TrainState, log: RunLog, bad: int) -> Non
         f"the loss is not finite at update {bad}: repeating updates {state.saved_step + 1} to {bad} to find the layer"
     )
     checkpoint, _ = latest_checkpoint(run.out)
-    place = ""
+    origin = ""
     if checkpoint:
         restore(run, state, checkpoint)
         state.step_module.net = state.net  # hooks do not run inside a compiled net
-        place = _replay(run, state, bad)
-    place = next((text for text in gather_object([place]) if text), "")
-    place = f", {place}" if place else "; repeating those updates did not reproduce it"
+        origin = _replay(run, state, bad)
+    origin = next((text for text in gather_object([origin]) if text), "")
+    origin = f", {origin}" if origin else "; repeating those updates did not reproduce it"
     sync_error(
         run.accelerator,
         TrainingError(
-            f"the loss is not finite at update {bad} (epoch {(bad - 1) // run.steps + 1}){place}; "
+            f"the loss is not finite at update {bad} (epoch {(bad - 1) // run.steps + 1}){origin}; "
             f"the state of update {state.saved_step} is kept: start again in another --out with a lower "
             "optimizer.lr or with clip_grad"
         ),
@@ -244,7 +244,7 @@ def _replay(run: Run, state: TrainState, bad: int) -> str:
 
     Every process repeats all of them, whatever it found: they wait for each other in each update.
     """
-    place = ""
+    origin = ""
     while state.step < bad:
         for batch in state.batches.epoch(*divmod(state.step, run.steps)):
             scaled = run.accelerator.scaler is not None
@@ -255,11 +255,11 @@ def _replay(run: Run, state: TrainState, bad: int) -> str:
             state.step += 1
             if watch:
                 watch.close()
-                if watch.found and not place:
-                    place = watch.found + (f" at update {state.step}" if state.step != bad else "")
+                if watch.found and not origin:
+                    origin = watch.found + (f" at update {state.step}" if state.step != bad else "")
             if state.step == bad:
                 break
-    return place
+    return origin
 
 
 class _Pause(Exception):

@@ -289,16 +289,16 @@ def reading_keys(spec: DatasetSpec, loss: str) -> dict[str, Any]:
     }
 
 
-def canonical_keys(known: Mapping[str, WeightsInfo]) -> dict[str, bool]:
+def canonical_keys(infos: Mapping[str, WeightsInfo]) -> dict[str, bool]:
     """``canonical`` of every checkpoint: whether a bare architecture name refers to it.
 
     An architecture keeps its canonical checkpoint. Without one it is the only checkpoint, or the first
     whose tag is only its data set's name, with photographs or scans before a composed data set.
     """
     chosen: dict[str, str] = {}
-    for info in sorted(known.values(), key=_standing):
+    for info in sorted(infos.values(), key=_standing):
         chosen.setdefault(info.architecture, info.name)
-    return {name: chosen[info.architecture] == name for name, info in known.items()}
+    return {name: chosen[info.architecture] == name for name, info in infos.items()}
 
 
 def _standing(info: WeightsInfo) -> tuple[bool, bool, bool, str]:
@@ -426,9 +426,9 @@ def seeds_summary(name: str, runs: dict[int, dict[str, Any]], epochs: int) -> di
     summary: dict[str, Any] = {"recipe": name, "epochs": epochs, "seeds": list(runs)}
     for split in ("test", "validation"):
         measurements = [info["metrics"].get(split) for info in runs.values()]
-        if not measurements or any(one is None for one in measurements):
+        if not measurements or any(measurement is None for measurement in measurements):
             continue
-        values = [one["top1"] for one in measurements]
+        values = [measurement["top1"] for measurement in measurements]
         summary[split] = {
             "values": values,
             "mean": round(statistics.fmean(values), 4),
@@ -455,33 +455,33 @@ def same_but_seed(metadata: Mapping[str, Any], others: Mapping[str, Mapping[str,
     from .training.run_folder import compared_settings, first_difference
 
     name = f"{metadata['architecture']}.{metadata['tag']}"
-    measured, own = run_metrics(metadata), int(metadata["seed"])
+    measured, seed = run_metrics(metadata), int(metadata["seed"])
     runs = _stated_runs(metadata.get("seeds", {}))
-    runs.setdefault(own, {**metadata, "metrics": measured})
-    taken = {own}
-    for where, known in others.items():
-        settings = compared_settings(known["recipe"])
+    runs.setdefault(seed, {**metadata, "metrics": measured})
+    taken = {seed}
+    for folder, other in others.items():
+        settings = compared_settings(other["recipe"])
         key, was, wanted = first_difference(settings, compared_settings(metadata["recipe"]))
         if key:
             raise WeightsError(
-                f"{where} was trained with {key}={was}, {name} with {wanted}: "
+                f"{folder} was trained with {key}={was}, {name} with {wanted}: "
                 "these are not runs of the same recipe"
             )
-        images, ours = map(images_sha256, (known, metadata))
+        images, ours = map(images_sha256, (other, metadata))
         if images and ours and images != ours:
             raise WeightsError(
-                f"{where} was trained on other images than {name}: leave it out, or train it on the same data"
+                f"{folder} was trained on other images than {name}: leave it out, or train it on the same data"
             )
-        if int(known["seed"]) in taken:
+        if int(other["seed"]) in taken:
             raise WeightsError(
-                f"{where} has seed {known['seed']}, as another of the runs has: leave one of them out"
+                f"{folder} has seed {other['seed']}, as another of the runs has: leave one of them out"
             )
-        if not measured.keys() <= known["metrics"].keys():
+        if not measured.keys() <= other["metrics"].keys():
             raise WeightsError(
-                f"{where} does not state accuracies for the same splits as {name}: leave it out"
+                f"{folder} does not state accuracies for the same splits as {name}: leave it out"
             )
-        taken.add(int(known["seed"]))
-        runs[int(known["seed"])] = dict(known)
+        taken.add(int(other["seed"]))
+        runs[int(other["seed"])] = dict(other)
     return seeds_summary(name, dict(sorted(runs.items())), int(metadata["recipe"]["epochs"]))
 
 
@@ -507,10 +507,10 @@ def _with_seeds(weights: Path, others: list[str]) -> None:
         )
     metadata: dict[str, dict[str, Any]] = {}
     for other in others:
-        known = finished_metadata(Path(other))
-        if known is None:
+        finished = finished_metadata(Path(other))
+        if finished is None:
             raise WeightsError(f"{other} is not a finished run: run its recipe to the end first")
-        metadata[other] = known
+        metadata[other] = finished
     summary = same_but_seed(first, metadata)
     amend_metadata(weights, seeds=summary)
     test, count = summary["test"], len(summary["seeds"])

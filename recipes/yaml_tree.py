@@ -80,9 +80,9 @@ def read_yaml(text: str) -> Any:
             loader.dispose()
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        where = f"line {mark.line + 1}: " if mark else ""
+        line = f"line {mark.line + 1}: " if mark else ""
         problem = getattr(error, "problem", None) or str(error)
-        raise YamlError(f"{where}not valid YAML ({' '.join(str(problem).split())[:200]})") from error
+        raise YamlError(f"{line}not valid YAML ({' '.join(str(problem).split())[:200]})") from error
     except YamlError:
         raise
     except RecursionError as error:
@@ -104,27 +104,27 @@ def _check_depth(text: str) -> None:
             raise YamlError(f"line {event.start_mark.line + 1}: nested deeper than {MAX_DEPTH} levels")
 
 
-def _count(node: Any, known: dict[int, int], above: tuple[int, ...]) -> int:
+def _count(node: Any, counts: dict[int, int], above: tuple[int, ...]) -> int:
     """Values below a node, anchors expanded."""
     if id(node) in above:
         raise YamlError(f"line {node.start_mark.line + 1}: an anchor that holds itself")
-    if id(node) not in known:
+    if id(node) not in counts:
         below: list[Any] = []
         if isinstance(node, yaml.MappingNode):
             below = [part for pair in node.value for part in pair]
-            stated: set[str] = set()
+            keys: set[str] = set()
             for key, _ in node.value:
                 if not isinstance(key, yaml.ScalarNode) or key.value == "<<":
                     continue
-                if key.value in stated:
+                if key.value in keys:
                     raise YamlError(f"line {key.start_mark.line + 1}: '{key.value[:100]}' is stated twice")
-                stated.add(key.value)
+                keys.add(key.value)
         elif isinstance(node, yaml.SequenceNode):
             below = list(node.value)
-        total = 1 + sum(_count(part, known, (*above, id(node))) for part in below)
+        total = 1 + sum(_count(part, counts, (*above, id(node))) for part in below)
         if total > MAX_VALUES:
             raise YamlError(
                 f"line {node.start_mark.line + 1}: anchors that expand to more than {MAX_VALUES:,} values"
             )
-        known[id(node)] = total
-    return known[id(node)]
+        counts[id(node)] = total
+    return counts[id(node)]

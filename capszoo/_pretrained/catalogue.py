@@ -116,11 +116,11 @@ def without_weights(architecture: str) -> tuple[str, str]:
             "train it with `capszoo finetune --backbone NAME --data FOLDER`, or use pretrained=False with "
             "backbone_pretrained=True",
         )
-    own = [(name, data) for name, data in recipes().items() if name.startswith(f"{architecture}.")]
+    trained_by = [(name, data) for name, data in recipes().items() if name.startswith(f"{architecture}.")]
     remedies = []
-    if own:
-        others = "".join(f" or {name.removeprefix(architecture)} on {data}" for name, data in own[1:])
-        remedies.append(f"`capszoo train {own[0][0]}` on the data {own[0][1]}{others}")
+    if trained_by:
+        others = "".join(f" or {name.removeprefix(architecture)} on {data}" for name, data in trained_by[1:])
+        remedies.append(f"`capszoo train {trained_by[0][0]}` on the data {trained_by[0][1]}{others}")
     if related := related_weights(architecture):
         remedies.append(f"related weights such as {', '.join(related[:MOST_RELATED])}")
     remedies.append("pretrained=False")
@@ -130,7 +130,7 @@ def without_weights(architecture: str) -> tuple[str, str]:
 
 def unknown_tag(architecture: str, tag: str) -> str:
     """The message for a tag that an architecture does not have."""
-    tags = [known for known in checkpoints() if known.startswith(f"{architecture}.")]
+    tags = [name_of_tag for name_of_tag in checkpoints() if name_of_tag.startswith(f"{architecture}.")]
     if tags:
         return f"no weights '{tag}' for {architecture}: it has {', '.join(tags)}"
     return f"no weights '{tag}' for {architecture}: it has none yet, {without_weights(architecture)[1]}"
@@ -228,19 +228,19 @@ def check_model_argument(name: str, exported: bool = False) -> None:
     check_name(name)
 
 
-def check_name(name: str, known: Collection[str] | None = None) -> None:
+def check_name(name: str, names: Collection[str] | None = None) -> None:
     """Raise ``UnknownModel`` unless a name, with or without a tag, is a model of the zoo.
 
     Args:
         name: the name.
-        known: names of the architectures; None for those of the generated file.
+        names: names of the architectures; None for those of the generated file.
     """
-    known = architectures() if known is None else known
+    names = architectures() if names is None else names
     architecture, dot, tag = name.partition(".")
     if name in checkpoints():  # also of an architecture that is timm's own
         return
-    if architecture not in known:
-        raise UnknownModel(unknown_name("model", name, [*known, *checkpoints()]))
+    if architecture not in names:
+        raise UnknownModel(unknown_name("model", name, [*names, *checkpoints()]))
     if dot:
         raise UnknownModel(unknown_tag(architecture, tag))
 
@@ -315,7 +315,7 @@ def stated(info: WeightsInfo) -> dict[str, Any]:
     """What a checkpoint's metadata state, for :func:`weights_entry` and for the generated file."""
     record = info.metadata
     metrics = {
-        split: one.model_dump(mode="json", exclude_unset=True) for split, one in record.metrics.items()
+        split: result.model_dump(mode="json", exclude_unset=True) for split, result in record.metrics.items()
     }
     text = info.description or architectures().get(info.architecture, {}).get("description", "")
     return {

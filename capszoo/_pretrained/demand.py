@@ -28,7 +28,7 @@ MAX_FRESH_MODULES = 10_000
 
 
 @contextmanager
-def fitting(where: str) -> Iterator[None]:
+def fitting(source: str) -> Iterator[None]:
     """Turn errors from loading a state dict that does not fit into a :class:`WeightsError` of one line."""
     try:
         yield
@@ -36,11 +36,11 @@ def fitting(where: str) -> Iterator[None]:
         raise
     except RuntimeError as e:
         reason = " ".join(str(e).split())[:200]
-        raise WeightsError(f"{where}: the weights do not fit the model that is described ({reason})") from e
+        raise WeightsError(f"{source}: the weights do not fit the model that is described ({reason})") from e
 
 
 @contextmanager
-def _module_limit(most: int, where: str) -> Iterator[None]:
+def _module_limit(most: int, source: str) -> Iterator[None]:
     """Within this context, the thread that registers more sub-modules than ``most`` gets a ``WeightsError``."""
     thread, count = threading.get_ident(), 0
 
@@ -48,7 +48,7 @@ def _module_limit(most: int, where: str) -> Iterator[None]:
         nonlocal count
         count += threading.get_ident() == thread
         if count > most:
-            raise WeightsError(f"{where}: the metadata describe a model of over {most:,} modules")
+            raise WeightsError(f"{source}: the metadata describe a model of over {most:,} modules")
 
     handle = register_module_module_registration_hook(registered)
     try:
@@ -60,7 +60,7 @@ def _module_limit(most: int, where: str) -> Iterator[None]:
 def check_demand(
     create: Callable[[], nn.Module],
     state_dict: Mapping[str, Tensor] | None,
-    where: str,
+    source: str,
     keys: Sequence[str] = (),
 ) -> None:
     """Refuse metadata that describe a model much larger than its weights, before allocating any memory for it.
@@ -68,7 +68,7 @@ def check_demand(
     Args:
         create: creates the model that the metadata describe; called where parameters take no memory.
         state_dict: the tensors of the file; None if no weights are loaded, and the model must only be possible.
-        where: name of the file in error messages.
+        source: name of the file in error messages.
         keys: parameters that the caller re-initialises, which are not counted.
 
     Raises:
@@ -76,7 +76,7 @@ def check_demand(
             :data:`MAX_FRESH_NUMBERS`, or more modules than 20 times the file's tensors plus :data:`MAX_FRESH_MODULES`;
             or one of two tensors of the same name is floating-point and the other is not.
     """
-    with torch.device("meta"), _module_limit(20 * len(state_dict or ()) + MAX_FRESH_MODULES, where):
+    with torch.device("meta"), _module_limit(20 * len(state_dict or ()) + MAX_FRESH_MODULES, source):
         try:
             model = create()
         except NotImplementedError:  # a few of timm's models compute with values, which do not exist here
@@ -84,7 +84,7 @@ def check_demand(
         except WeightsError:
             raise
         except Exception as e:  # models check their arguments with many kinds of errors
-            raise WeightsError(f"{where}: the metadata's arguments make no model ({first_line(e)})") from e
+            raise WeightsError(f"{source}: the metadata's arguments make no model ({first_line(e)})") from e
     if state_dict is None:
         return
     held = sum(tensor.numel() for tensor in state_dict.values())
@@ -92,10 +92,12 @@ def check_demand(
     needed = sum(tensor.numel() for name, tensor in tensors.items() if name not in keys)
     if needed > 1.1 * held + MAX_FRESH_NUMBERS:
         raise WeightsError(
-            f"{where}: the metadata describe a model of {needed:,} numbers, the file holds {held:,}: "
+            f"{source}: the metadata describe a model of {needed:,} numbers, the file holds {held:,}: "
             "they do not belong together"
         )
     for name, tensor in state_dict.items():
-        own = tensors.get(name)
-        if own is not None and own.is_floating_point() != tensor.is_floating_point():
-            raise WeightsError(f"{where}: the tensor {name} is {tensor.dtype}, the model's is {own.dtype}")
+        loaded = tensors.get(name)
+        if loaded is not None and loaded.is_floating_point() != tensor.is_floating_point():
+            raise WeightsError(
+                f"{source}: the tensor {name} is {tensor.dtype}, the model's is {loaded.dtype}"
+            )

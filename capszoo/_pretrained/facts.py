@@ -39,16 +39,16 @@ def own_facts(cfg: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         WeightsError: the note is no JSON object.
     """
-    stated = cfg.get(_OLD_KEY)
+    facts = cfg.get(_OLD_KEY)
     for note in _notes(cfg):
         if _is_ours(note):
             try:
-                stated = json.loads(note.removeprefix(_BEFORE))
+                facts = json.loads(note.removeprefix(_BEFORE))
             except (ValueError, RecursionError):
                 raise WeightsError("the notes of the configuration hold no JSON after 'capszoo: '") from None
-    if not isinstance(stated, (Mapping, type(None))):
+    if not isinstance(facts, (Mapping, type(None))):
         raise WeightsError("the notes of the configuration hold no JSON object after 'capszoo: '")
-    return dict(stated or {})
+    return dict(facts or {})
 
 
 def set_own_facts(cfg: dict[str, Any], facts: Mapping[str, Any]) -> None:
@@ -165,9 +165,9 @@ def score_kind(model: Any) -> str:
     weights may have been trained with another one.
     """
     cfg = getattr(model, "pretrained_cfg", None) or {}
-    stated = own_facts(cfg).get("score_kind")
+    recorded = own_facts(cfg).get("score_kind")
     selected = getattr(model, "__dict__", {}).get("score_kind")
-    if selected and not str(stated).startswith("label_"):
-        stated = selected
-    kind = stated or getattr(model, "score_kind", None)
+    if selected and not str(recorded).startswith("label_"):
+        recorded = selected
+    kind = recorded or getattr(model, "score_kind", None)
     return str(kind) if kind in SCORE_KINDS else "logits"

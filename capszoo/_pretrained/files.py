@@ -124,12 +124,12 @@ def local_weights(folder: str | Path) -> tuple[Path, str | None]:
             f"{folder}: no {HUB_FILENAME} in this folder, and nothing else is loaded: timm's "
             "save_for_hf(model, folder, safe_serialization=True) writes it"
         )
-    stated = ModelConfig.read(path.parent / "config.json").sha256
-    if stated and sha256_of(path) != stated:
+    sha256 = ModelConfig.read(path.parent / "config.json").sha256
+    if sha256 and sha256_of(path) != sha256:
         raise WeightsError(
             f"{path}: sha256 differs from its config.json's: the file is damaged or another one"
         )
-    return path, stated
+    return path, sha256
 
 
 def hub_config(repo_id: str, cache_dir: str | Path | None = None) -> ModelConfig:

@@ -140,22 +140,22 @@ class WeightsInfo:
     def score_kind(self) -> str:
         """Kind of the scores, see ``capszoo.scores``; empty if neither the key nor the recipe determines it."""
         loss = self.raw.get("recipe", {}).get("loss", {}).get("name")
-        stated = self.raw.get("score_kind") or (kind_for(loss) if loss else "")
-        return str(stated) if stated in SCORE_KINDS else ""
+        kind = self.raw.get("score_kind") or (kind_for(loss) if loss else "")
+        return str(kind) if kind in SCORE_KINDS else ""
 
     @property
     def facts(self) -> dict[str, Any]:
         """Facts for which timm's configuration has no field (see ``capszoo._pretrained.facts``)."""
-        stated = {
+        facts = {
             key: self.raw[key] for key in ("background", "object_size", "value_range") if self.raw.get(key)
         }
         if self.score_kind:
-            stated["score_kind"] = self.score_kind
+            facts["score_kind"] = self.score_kind
         # a recipe that states a mean has it from the weights that it starts from, as fine-tuning does
         data = self.raw.get("recipe", {}).get("data")
         if isinstance(data, dict) and data.get("mean"):
-            stated["inherited_mean"] = True
-        return stated
+            facts["inherited_mean"] = True
+        return facts
 
     @property
     def config(self) -> ModelConfig:
@@ -195,12 +195,12 @@ class WeightsInfo:
         Raises:
             WeightsError: not readable, or an invalid value; the message names the file and the key.
         """
-        where = str(path)
+        source = str(path)
         raw = _without_null_sections(read_json_object(path))
         for key in _REQUIRED:
             if raw.get(key) is None:
-                raise WeightsError(f"{where}: the metadata lacks the key '{key}'")
-        keys = [one.name for one in fields(cls) if raw.get(one.name) is not None]
+                raise WeightsError(f"{source}: the metadata lacks the key '{key}'")
+        keys = [field.name for field in fields(cls) if raw.get(field.name) is not None]
         if raw["sha256"] == trusted:
             values: dict[str, Any] = {
                 key: tuple(raw[key]) if isinstance(raw[key], list) else raw[key] for key in keys
@@ -209,10 +209,10 @@ class WeightsInfo:
             from ..metadata import Metadata
             from .checks import check_facts, check_model_args
 
-            record = Metadata.read(raw, where)
-            check_facts(raw, where, record.input_size or ())
+            record = Metadata.read(raw, source)
+            check_facts(raw, source, record.input_size or ())
             values = {key: getattr(record, key) for key in keys}
-            values["model_args"] = check_model_args(raw.get("model_args"), where)
+            values["model_args"] = check_model_args(raw.get("model_args"), source)
         values.setdefault("license", "unknown")
         return cls(**{**values, "raw": raw})
 
@@ -271,15 +271,15 @@ def read_metadata(trusted: Mapping[str, str]) -> dict[str, WeightsInfo]:
     return dict(sorted(checkpoints.items()))
 
 
-def with_aliases(known: Mapping[str, WeightsInfo]) -> dict[str, WeightsInfo]:
+def with_aliases(infos: Mapping[str, WeightsInfo]) -> dict[str, WeightsInfo]:
     """Checkpoints by every name that they have, in alphabetical order.
 
     Args:
-        known: checkpoints by the name of their file.
+        infos: checkpoints by the name of their file.
     """
-    checkpoints = dict(known)
+    checkpoints = dict(infos)
     for architecture, alias in ALIASES.items():
-        for info in known.values():
+        for info in infos.values():
             if info.architecture != alias.architecture:
                 continue
             if alias.model_args is not None and info.model_args != alias.model_args:
@@ -295,22 +295,22 @@ def with_aliases(known: Mapping[str, WeightsInfo]) -> dict[str, WeightsInfo]:
     return dict(sorted(checkpoints.items()))
 
 
-def other_names(known: Mapping[str, WeightsInfo], name: str) -> list[str]:
+def other_names(infos: Mapping[str, WeightsInfo], name: str) -> list[str]:
     """The further names of a checkpoint, by ``ALIASES``."""
-    return [other for other, info in with_aliases(known).items() if info.stored_as == name]
+    return [other for other, info in with_aliases(infos).items() if info.stored_as == name]
 
 
-def default_weights(known: Mapping[str, WeightsInfo], architecture: str) -> WeightsInfo | None:
+def default_weights(infos: Mapping[str, WeightsInfo], architecture: str) -> WeightsInfo | None:
     """The checkpoint that a bare architecture name refers to: the canonical one, else the only one, else the first.
 
     A test checks that an architecture with several checkpoints has exactly one canonical one.
 
     Args:
-        known: checkpoints by their full name.
+        infos: checkpoints by their full name.
         architecture: registered name without a tag.
     """
-    own = [info for info in known.values() if info.architecture == architecture]
-    return next((info for info in own if info.canonical), own[0] if own else None)
+    weights = [info for info in infos.values() if info.architecture == architecture]
+    return next((info for info in weights if info.canonical), weights[0] if weights else None)
 
 
 def run_weights(folder: Path) -> Path:

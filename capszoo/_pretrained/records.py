@@ -45,14 +45,14 @@ class _Keys(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True, protected_namespaces=())
 
     @classmethod
-    def read(cls, values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    def read(cls, values: Mapping[str, Any], source: str) -> dict[str, Any]:
         """The values of the keys that are present and not null.
 
         Raises:
             WeightsError: an invalid value; the message names the file and the key.
         """
         present = {key: values[key] for key in cls.model_fields if values.get(key) is not None}
-        return read_record(cls, present, where).model_dump(exclude_unset=True)
+        return read_record(cls, present, source).model_dump(exclude_unset=True)
 
 
 PoolSide = Annotated[int, BeforeValidator(number), Field(ge=0, le=MAX_INPUT_PIXELS)]

@@ -19,8 +19,8 @@ DEVICES = ("auto", "cpu", "cuda", "mps")
 
 def check_device(name: str | None) -> str | None:
     """Return the name; raise ``UsageError`` if no machine has such a device. Only torch knows whether this one does."""
-    known = name is None or name in DEVICES or re.fullmatch(r"cuda:[0-9]{1,3}", name)
-    if not known:
+    valid = name is None or name in DEVICES or re.fullmatch(r"cuda:[0-9]{1,3}", name)
+    if not valid:
         raise UsageError(f"unknown device '{name}'", f"use {', '.join(DEVICES[:-1])} or {DEVICES[-1]}")
     return name
 

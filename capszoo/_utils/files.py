@@ -65,9 +65,9 @@ def cache_folder() -> Path:
     Raises:
         CapszooError: no variable names one, and the user has no home folder (as in some containers).
     """
-    stated = os.environ.get("CAPSZOO_CACHE")
-    if stated:
-        return expanded(stated)
+    folder = os.environ.get("CAPSZOO_CACHE")
+    if folder:
+        return expanded(folder)
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "capszoo"
     except RuntimeError:
@@ -122,14 +122,14 @@ def not_writable(target: Path, error: OSError) -> str:
 @contextmanager
 def created_folder(folder: Path) -> Iterator[None]:
     """Create a folder and its parents; at the end, those of them that are empty are removed again."""
-    made = [one for one in (folder, *folder.parents) if not one.exists()]  # the innermost first
+    made = [parent for parent in (folder, *folder.parents) if not parent.exists()]  # the innermost first
     try:
         folder.mkdir(parents=True, exist_ok=True)
         yield
     finally:
         with suppress(OSError):  # not empty
-            for one in made:
-                one.rmdir()
+            for parent in made:
+                parent.rmdir()
 
 
 #: Hidden name beside a target: the target's name or its hash, a random number, and what it holds.

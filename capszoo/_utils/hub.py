@@ -103,8 +103,8 @@ def refusal(error: BaseException, repo_id: str) -> tuple[str, str]:
         return "HF_HUB_OFFLINE is set", "unset it for the first call"
     if is_(LocalEntryNotFoundError) or _status(error) is None:
         return "no connection", f"check the connection to {ENDPOINT}"
-    said = " ".join((str(error).strip().splitlines() or [type(error).__name__])[0].split())[:200]
-    return said, f"check the name and the connection to {ENDPOINT}"
+    message = " ".join((str(error).strip().splitlines() or [type(error).__name__])[0].split())[:200]
+    return message, f"check the name and the connection to {ENDPOINT}"
 
 
 #: Seconds that a call to the Hub may wait without receiving data, unless ``CAPSZOO_HUB_TIMEOUT`` sets another limit.
@@ -120,13 +120,13 @@ def limit_hub_waits() -> float:
     Raises:
         UsageError: ``CAPSZOO_HUB_TIMEOUT`` is not a number of seconds above 0.
     """
-    stated = os.environ.get("CAPSZOO_HUB_TIMEOUT", str(HUB_SECONDS))
+    setting = os.environ.get("CAPSZOO_HUB_TIMEOUT", str(HUB_SECONDS))
     try:
-        seconds = float(stated)
+        seconds = float(setting)
     except ValueError:
         seconds = 0.0
     if not 0 < seconds < float("inf"):
-        raise UsageError(f"CAPSZOO_HUB_TIMEOUT is '{stated[:60]}'", "give a number of seconds, such as 60")
+        raise UsageError(f"CAPSZOO_HUB_TIMEOUT is '{setting[:60]}'", "give a number of seconds, such as 60")
     from huggingface_hub.utils import get_session
 
     session: Any = get_session()
@@ -206,8 +206,8 @@ def upload(
     )
     if tag:
         call(api.create_tag, tag=tag, revision=commit.oid, exist_ok=True)
-    place = "" if repo_type == "model" else f"{repo_type}s/"
-    url = f"{api.endpoint}/{place}{repo_id}"
+    prefix = "" if repo_type == "model" else f"{repo_type}s/"
+    url = f"{api.endpoint}/{prefix}{repo_id}"
     return {"url": url, "commit": commit.oid, "changed": commit.oid != before.sha}
 
 
@@ -244,10 +244,10 @@ def _status(error: BaseException) -> int | None:
 def _wait(error: BaseException) -> int | None:
     """Seconds that the Hub asks to wait: in ``Retry-After``, or as ``t=…`` in ``RateLimit``."""
     headers = getattr(_response(error), "headers", {})
-    found = re.fullmatch(r"\s*(\d+)\s*", headers.get("Retry-After", "")) or re.search(
+    match = re.fullmatch(r"\s*(\d+)\s*", headers.get("Retry-After", "")) or re.search(
         r"\bt\s*=\s*(\d+)", headers.get("RateLimit", "")
     )
-    return int(found[1]) if found else None
+    return int(match[1]) if match else None
 
 
 def _explained(error: Exception, status: int | None, wait: int | None, repo_id: str) -> PublishError:
@@ -286,8 +286,8 @@ def _explained(error: Exception, status: int | None, wait: int | None, repo_id: 
         return PublishError(
             f"the Hub failed ({status})", "give the same command again later; it resumes there"
         )
-    said = getattr(error, "server_message", None) or str(error) or type(error).__name__
-    reason = " ".join(str(said).split())[:200]
+    message = getattr(error, "server_message", None) or str(error) or type(error).__name__
+    reason = " ".join(str(message).split())[:200]
     if status is not None:
         return PublishError(
             f"the Hub refuses {repo_id} ({status}: {reason})", "fix that, then run the command again"

@@ -150,10 +150,10 @@ def _score(models: Models, name: str, image: Any, drawn: bool) -> list[Any]:
         answer = model.answer(image, drawn, explained=False)
     except CapszooError as error:
         return [str(error), None, None]
-    said = [f"**{answer.label}** in {answer.milliseconds:.0f} ms", *answer.notes]
+    sentences = [f"**{answer.label}** in {answer.milliseconds:.0f} ms", *answer.notes]
     if not model.routes:
-        said.append("this network routes nothing, so it has no couplings")
-    return ["; ".join(said), answer.top(), data_url(answer.view)]
+        sentences.append("this network routes nothing, so it has no couplings")
+    return ["; ".join(sentences), answer.top(), data_url(answer.view)]
 
 
 def _explain(
@@ -323,19 +323,19 @@ def _wire(gr: Any, models: Models, folder: Path, columns: Sequence[_Column], sha
         return shown
 
     def score_drawing(drawing: str, *values: Any) -> list[Any]:
-        image, said = _or_message(read_drawing, drawing)
-        return [(image, True), said, *score(image, True, values)]
+        image, note = _or_message(read_drawing, drawing)
+        return [(image, True), note, *score(image, True, values)]
 
     def explain_drawing(drawing: str, *values: Any) -> list[Any]:
         image, _ = _or_message(read_drawing, drawing)
         return explain(image, True, values)
 
     def dropped(path: str | None, *values: Any) -> list[Any]:
-        image, said = None, ""
+        image, note = None, ""
         if path is not None:
-            image, said = _or_message(read_upload, path)
+            image, note = _or_message(read_upload, path)
             Path(path).unlink(missing_ok=True)
-        return [(image, False), said, *score(image, False, values), *explain(image, False, values)]
+        return [(image, False), note, *score(image, False, values), *explain(image, False, values)]
 
     asked = [part for column in columns for part in (column.model, *column.controls)]
     scored = [picture, message, *(part for column in columns for part in column.scored)]

@@ -86,12 +86,12 @@ async def body_of(request: Any, limit: int = MAX_FILE_MB * 1_000_000) -> bytes:
         raise HTTPException(
             415, "the body is a form: send the image file as it is (curl --data-binary @FILE)"
         )
-    stated = request.headers.get("content-length", "0")
-    if stated.isdecimal() and int(stated[:18]) > limit:  # int() refuses numbers of thousands of digits
+    length = request.headers.get("content-length", "0")
+    if length.isdecimal() and int(length[:18]) > limit:  # int() refuses numbers of thousands of digits
         raise HTTPException(413, f"the body is larger than {MAX_FILE_MB} MB: send a smaller image")
     parts = bytearray()
-    async for part in request.stream():
-        parts += part
+    async for chunk in request.stream():
+        parts += chunk
         if len(parts) > limit:
             raise HTTPException(413, f"the body is larger than {MAX_FILE_MB} MB: send a smaller image")
     if not parts:
@@ -143,13 +143,13 @@ def create_app(model: AppModel, queue: int = 64) -> Any:
             waiting += 1
             try:
                 body = await asyncio.wait_for(body_of(request), BODY_SECONDS)
-                found = await run_in_threadpool(classify, body, topk)
+                answers = await run_in_threadpool(classify, body, topk)
             except asyncio.TimeoutError:
                 raise HTTPException(408, f"the body did not arrive within {BODY_SECONDS:g} s") from None
             finally:
                 waiting -= 1
             status = 200
-            return found
+            return answers
         except ClientDisconnect:  # in the middle of its body: there is no one to answer
             status = 499
             return Response(status_code=status)

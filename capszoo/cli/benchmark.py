@@ -123,13 +123,18 @@ def benchmark_command(
             None if cached is None else cached / "model.onnx",
             lambda line: status.update(escape(line)),
         )
-    where = "cpu" if exported else str(next(net.parameters()).device)
+    device_name = "cpu" if exported else str(next(net.parameters()).device)
     if as_json:
         print_json(
-            {"model": model, "device": where, "timings": [row.to_dict() for row in timings], "notes": notes}
+            {
+                "model": model,
+                "device": device_name,
+                "timings": [row.to_dict() for row in timings],
+                "notes": notes,
+            }
         )
     else:
-        stdout().print(escape(f"{model} on {where}, median of {repeats} calls"), soft_wrap=True)
+        stdout().print(escape(f"{model} on {device_name}, median of {repeats} calls"), soft_wrap=True)
         _print_timings([row.to_dict() for row in timings])
     for note in notes:
         stderr().print(escape(f"note: {note}"), soft_wrap=True)

@@ -50,9 +50,9 @@ def curves_command(
     from ..explain.plotting import require_matplotlib
 
     file = picture(out, format, style, dpi, what, numbers="model" if what == "robustness" else "run")
-    for kind, value, known in (("picture", what, KINDS), ("axis", x, AXES)):
-        if value not in known:
-            raise UsageError(unknown_name(kind, value, known))
+    for kind, value, choices in (("picture", what, KINDS), ("axis", x, AXES)):
+        if value not in choices:
+            raise UsageError(unknown_name(kind, value, choices))
     if what != "training":
         refuse_unused(context, ["x", "log"], f"with --what {what}", "leave it out")
     require_matplotlib("curves")

@@ -328,8 +328,8 @@ def _print(report: Report, files: list[Path]) -> None:
     if report.by_iterations:
         out.print()
         table = Table("routing iterations", "accuracy %", "other predictions", box=None, pad_edge=False)
-        for one in report.by_iterations:
-            table.add_row(str(one.iterations), f"{one.accuracy:.2f}", f"{one.changed:,}")
+        for by_count in report.by_iterations:
+            table.add_row(str(by_count.iterations), f"{by_count.accuracy:.2f}", f"{by_count.changed:,}")
         out.print(table)
     if report.corruptions:
         _print_corruptions(report.corruptions)
@@ -382,20 +382,22 @@ def _print_robustness(report: Report) -> None:
         out.print(table)
     if report.attacks:
         title = f"PGD, {report.attacks[0].steps} steps, L-infinity eps"
-        table = Table(title, *(f"{one.eps:.4g}" for one in report.attacks), box=None, pad_edge=False)
-        table.add_row("accuracy %", *(f"{one.accuracy:.1f}" for one in report.attacks))
+        table = Table(
+            title, *(f"{attacked.eps:.4g}" for attacked in report.attacks), box=None, pad_edge=False
+        )
+        table.add_row("accuracy %", *(f"{attacked.accuracy:.1f}" for attacked in report.attacks))
         out.print(table)
     elif report.target.images.spec.multi_label:
         out.print("PGD: not run, images have several labels")
-    found = report.affnist
-    if found is None:
+    result = report.affnist
+    if result is None:
         return
-    if found.regenerated is None:
-        out.print(f"affNIST: not run, {escape(found.reason)}", soft_wrap=True)
+    if result.regenerated is None:
+        out.print(f"affNIST: not run, {escape(result.reason)}", soft_wrap=True)
         return
-    trained = "" if found.trained else "; the weights are not of the protocol's training set"
-    both = f"regenerated {found.regenerated:.2f}%, expanded MNIST {found.expanded:.2f}%"
-    out.print(f"affNIST, n = {found.n:,}: {both}{trained}", soft_wrap=True)
+    trained = "" if result.trained else "; the weights are not of the protocol's training set"
+    both = f"regenerated {result.regenerated:.2f}%, expanded MNIST {result.expanded:.2f}%"
+    out.print(f"affNIST, n = {result.n:,}: {both}{trained}", soft_wrap=True)
 
 
 def _print_corruptions(results: tuple[CorruptionResult, ...]) -> None:
@@ -408,30 +410,32 @@ def _print_corruptions(results: tuple[CorruptionResult, ...]) -> None:
     columns = [*map(str, range(1, severities + 1)), "mean"] if many else ["accuracy %"]
     title = "corruption (regenerated), accuracy % by severity" if many else "corruption (regenerated)"
     table = Table(title, *columns, box=None, pad_edge=False)
-    for one in results:
-        values = [*one.accuracy, one.mean] if many else one.accuracy
-        table.add_row(f"{one.name} ({one.group})", *(f"{value:.1f}" for value in values))
+    for corruption in results:
+        values = [*corruption.accuracy, corruption.mean] if many else corruption.accuracy
+        table.add_row(f"{corruption.name} ({corruption.group})", *(f"{value:.1f}" for value in values))
     table.add_row(f"mean of the {len(results)}", *[""] * (len(columns) - 1), f"{mean_accuracy(results):.1f}")
     out.print(table)
 
 
-def _print_calibration(found: CalibrationResult) -> None:
+def _print_calibration(calibration: CalibrationResult) -> None:
     from ..recipes.evaluation.calibration import BINS
 
     out = stdout()
     out.print()
     columns = (f"expected calibration error %, {BINS} bins", "NLL", "mean confidence %")
     table = Table("probabilities", *columns, box=None, pad_edge=False)
-    rows = [(f"of the {found.kind}", found.raw)]
-    if found.scaled is not None:
-        rows.append((f"at temperature {found.temperature:.3f}", found.scaled))
-    for name, one in rows:
-        table.add_row(name, f"{one.ece:.2f}", f"{one.nll:.4f}", f"{one.confidence:.2f}")
+    rows = [(f"of the {calibration.kind}", calibration.raw)]
+    if calibration.scaled is not None:
+        rows.append((f"at temperature {calibration.temperature:.3f}", calibration.scaled))
+    for name, reliability in rows:
+        table.add_row(
+            name, f"{reliability.ece:.2f}", f"{reliability.nll:.4f}", f"{reliability.confidence:.2f}"
+        )
     out.print(table)
-    if found.fitted_on is not None:
-        out.print(f"temperature: fitted on {found.fitted_on:,} images that training held out")
+    if calibration.fitted_on is not None:
+        out.print(f"temperature: fitted on {calibration.fitted_on:,} images that training held out")
     else:
-        out.print(f"no temperature: {escape(found.reason)}", soft_wrap=True)
+        out.print(f"no temperature: {escape(calibration.reason)}", soft_wrap=True)
 
 
 def _between(interval: tuple[float, float], digits: int = 2) -> str:
@@ -470,17 +474,19 @@ def _print_probes(report: Report) -> None:
         _print_adversarial(report.adversarial)
 
 
-def _print_adversarial(found: Adversarial) -> None:
+def _print_adversarial(result: Adversarial) -> None:
     out = stdout()
     out.print()
-    title = f"L-infinity eps, {found.steps} steps"
+    title = f"L-infinity eps, {result.steps} steps"
     table = Table(title, "accuracy %", "95% interval", "images that stand", box=None, pad_edge=False)
-    for one in found.radii:
-        stand = ", ".join(f"{name} {count:,}" for name, count in one.after.items())
-        table.add_row(f"{one.eps:.4g}", f"{one.accuracy:.1f}", _between(one.interval, 1), stand)
+    for radius in result.radii:
+        stand = ", ".join(f"{name} {count:,}" for name, count in radius.after.items())
+        table.add_row(f"{radius.eps:.4g}", f"{radius.accuracy:.1f}", _between(radius.interval, 1), stand)
     out.print(table)
-    signs = f"{100 * found.zero_gradient:.1f}% of gradients zero, {100 * found.not_rising:.1f}% raise no loss"
-    out.print(f"masked gradients: {'likely' if found.masked else 'no sign'} ({signs})", soft_wrap=True)
+    signs = (
+        f"{100 * result.zero_gradient:.1f}% of gradients zero, {100 * result.not_rising:.1f}% raise no loss"
+    )
+    out.print(f"masked gradients: {'likely' if result.masked else 'no sign'} ({signs})", soft_wrap=True)
 
 
 def _print_routing(stats: RoutingStats, labels: list[str]) -> None:

@@ -209,8 +209,8 @@ def _draw_image(
     transform = model_transform(model, **reading)
     view, notes = transform.read(picture, image)
     seen = transform.normalise(view)
-    for said in notes:
-        stderr().print(f"note: {escape(said)}", soft_wrap=True)
+    for note in notes:
+        stderr().print(f"note: {escape(note)}", soft_wrap=True)
     if what == "perturb":
         from ..explain.reconstructions import offsets_to, perturb, save_perturbation
 
@@ -259,11 +259,11 @@ def _draw_data(
     with file.drawn():
         if what == "multi":
             pairs = overlaps(target.net, batches(), count, count)
-            right, written = sum(one.right for one in pairs), save_overlaps(pairs, file.path)
+            right, written = sum(drawing.right for drawing in pairs), save_overlaps(pairs, file.path)
             drawn = len(pairs)
         else:
             drawings = answers(target.net, batches(), count, count)
-            right, written = sum(one.right for one in drawings), save_answers(drawings, file.path)
+            right, written = sum(drawing.right for drawing in drawings), save_answers(drawings, file.path)
             drawn = len(drawings)
     stdout().print(
         f"{escape(target.images.spec.name)}: {right} correct, {drawn - right} wrong; "

@@ -171,7 +171,7 @@ def finetune_command(
         tag=tag,
         img_size=size,
         crop_mode=crop_mode,
-        freeze=[part.strip() for given in freeze or () for part in given.split(",") if part.strip()],
+        freeze=[part.strip() for words in freeze or () for part in words.split(",") if part.strip()],
         layer_decay=layer_decay,
         epochs=epochs,
         from_scratch=from_scratch,

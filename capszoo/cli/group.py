@@ -37,9 +37,9 @@ class Command(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Refuse an empty path or name, as of an unset variable of the shell: a path would be the current folder."""
-        given, _, _ = self.make_parser(ctx).parse_args(list(args))
+        parsed, _, _ = self.make_parser(ctx).parse_args(list(args))
         for parameter in self.params:
-            values = given.get(parameter.name or "")
+            values = parsed.get(parameter.name or "")
             if "" in (values if isinstance(values, (list, tuple)) else [values]) and parameter.default != "":
                 named = parameter.param_type_name == "option"
                 name = parameter.opts[0] if named else (parameter.metavar or str(parameter.name))
@@ -56,13 +56,13 @@ class OneLineErrors(TyperGroup):
         return sorted(super().list_commands(ctx), key=order.index)
 
     def main(self, args: Sequence[str] | None = None, standalone_mode: bool = True, **extra: Any) -> Any:  # type: ignore[override]
-        given = list(sys.argv[1:] if args is None else args)
-        end = given.index("--") if "--" in given else len(given)
+        arguments = list(sys.argv[1:] if args is None else args)
+        end = arguments.index("--") if "--" in arguments else len(arguments)
         # accepted anywhere on the line, because users put them last
-        debug = "--debug" in given[:end]
-        levels = {_LEVELS[arg] for arg in given[:end] if arg in _LEVELS}
+        debug = "--debug" in arguments[:end]
+        levels = {_LEVELS[arg] for arg in arguments[:end] if arg in _LEVELS}
         set_verbosity(min(levels, default=Verbosity.NORMAL))
-        given = [arg for i, arg in enumerate(given) if arg not in _FLAGS or i > end]
+        arguments = [arg for i, arg in enumerate(arguments) if arg not in _FLAGS or i > end]
         logging.disable(logging.WARNING if is_quiet() else logging.NOTSET)
         if is_quiet():
             os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -78,12 +78,12 @@ class OneLineErrors(TyperGroup):
             sys.stdout.reconfigure(errors="backslashreplace")
         began = time.monotonic()
         try:
-            together = next((arg for arg in given[:end] if re.fullmatch("-[qv]{2,}", arg)), "")
+            together = next((arg for arg in arguments[:end] if re.fullmatch("-[qv]{2,}", arg)), "")
             if together and len(set(together)) == 2:
                 raise UsageError(f"{together} has no more effect than {together[:2]}", f"give {together[:2]}")
             if len(levels) > 1 or together:
                 raise UsageError("--quiet and --verbose exclude each other", "give one of them")
-            code = super().main(args=given, standalone_mode=False, **extra)
+            code = super().main(args=arguments, standalone_mode=False, **extra)
             if is_verbose():
                 stderr().print(f"done in {time.monotonic() - began:.1f} s")
         except Exception as error:

@@ -224,11 +224,11 @@ def _sha256(checkpoint: Checkpoint) -> str:
 
     if checkpoint.exported and checkpoint.path is not None:
         return sha256_of(checkpoint.path)
-    stated = checkpoint.stated_sha256()
-    if stated is None and checkpoint.kind == "folder" and checkpoint.path is not None:
+    sha256 = checkpoint.stated_sha256()
+    if sha256 is None and checkpoint.kind == "folder" and checkpoint.path is not None:
         weights = checkpoint.path / "model.safetensors"
         return sha256_of(weights) if weights.is_file() else ""
-    return stated or ""
+    return sha256 or ""
 
 
 def _cached(model: str, runtime: str, device: str | None, options: dict[str, Any]) -> Path | None:
@@ -237,8 +237,8 @@ def _cached(model: str, runtime: str, device: str | None, options: dict[str, Any
     A MODEL that is an exported file or a bundle is used as it is.
     """
     on_cpu = device in (None, "auto", "cpu")
-    own = exported_file(model)
-    if own is not None:
+    file = exported_file(model)
+    if file is not None:
         if runtime == "torch" or not on_cpu:
             option = "--runtime torch" if runtime == "torch" else f"--device {device}"
             raise UsageError(f"{model} runs in ONNX Runtime on the CPU", f"leave {option} out")
@@ -248,7 +248,7 @@ def _cached(model: str, runtime: str, device: str | None, options: dict[str, Any
                 "leave --img-size and --routing-iters out",
             )
         require("an exported file", ("onnxruntime",), "export")
-        return own if Path(model.removeprefix("local-dir:")).is_file() else own.parent
+        return file if Path(model.removeprefix("local-dir:")).is_file() else file.parent
     if runtime == "onnx" and not on_cpu:
         raise UsageError(f"--runtime onnx computes on the CPU, not on {device}", "leave one of them out")
     if runtime == "torch" or not on_cpu or (runtime, device) == ("auto", "auto"):  # CUDA, if there is one
@@ -301,8 +301,8 @@ def _by_torch(
 def _by_onnx(folder: Path, files: list[Path], topk: int, batch_size: int, reading: dict[str, Any]) -> _Answer:
     from ..export.cached import CachedModel
 
-    own = folder.suffix.lower() == ".onnx"
-    model = CachedModel(folder, *(["export it again"] if own else []))
+    is_file = folder.suffix.lower() == ".onnx"
+    model = CachedModel(folder, *(["export it again"] if is_file else []))
     with progress_bar("predicting", len(files)) as advance:
         results = model.predict(files, topk, batch_size, advance, **reading)
     canvas = model.spec["size"][0], model.spec["size"][1]
@@ -317,8 +317,16 @@ _COLUMNS = ("image", "rank", "index", "class", "probability", "score", "error")
 def _rows(results: Sequence[ImagePrediction]) -> Iterator[tuple[Any, ...]]:
     """Rows of the table of ``--out``; an image that could not be read has one, with its error."""
     for result in results:
-        for rank, one in enumerate(result.top, start=1):
-            yield result.image, rank, one.index, one.label, f"{one.probability:.6g}", f"{one.score:.6g}", None
+        for rank, scored in enumerate(result.top, start=1):
+            yield (
+                result.image,
+                rank,
+                scored.index,
+                scored.label,
+                f"{scored.probability:.6g}",
+                f"{scored.score:.6g}",
+                None,
+            )
         if result.error:
             yield result.image, None, None, None, None, None, result.error
 
@@ -361,11 +369,11 @@ def _print_notes(results: Sequence[ImagePrediction]) -> None:
     """Print each note once, with the first image that it applies to and the number of others."""
     about: dict[str, list[str]] = {}
     for result in results:
-        for said in result.notes:
-            about.setdefault(said, []).append(result.image)
-    for said, images in about.items():
+        for note in result.notes:
+            about.setdefault(note, []).append(result.image)
+    for note, images in about.items():
         others = f" and {len(images) - 1} more" if len(images) > 1 else ""
-        stderr().print(f"note: {escape(printable(images[0]))}{others}: {escape(said)}", soft_wrap=True)
+        stderr().print(f"note: {escape(printable(images[0]))}{others}: {escape(note)}", soft_wrap=True)
 
 
 def _print_errors(results: Sequence[ImagePrediction]) -> None:

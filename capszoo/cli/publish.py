@@ -80,11 +80,11 @@ def publish_command(
     console.print(table)
     for result in results:
         if dry_run:
-            said = f"{result['repo_id']}: checked; nothing was sent"
+            message = f"{result['repo_id']}: checked; nothing was sent"
         else:
             state = "published" if result["changed"] else "nothing had changed"
-            said = f"{result['url']}: {state}, commit {result['commit'][:12]}"
-        console.print(escape(said), soft_wrap=True)
+            message = f"{result['url']}: {state}, commit {result['commit'][:12]}"
+        console.print(escape(message), soft_wrap=True)
 
 
 def _say(line: str) -> None:
@@ -120,6 +120,6 @@ def _publish_space(
     if as_json:
         print_json(result)
         return
-    said = f"{result['url']}: published" if "url" in result else f"{repo_id}: written; nothing was sent"
+    message = f"{result['url']}: published" if "url" in result else f"{repo_id}: written; nothing was sent"
     kept = f"; kept in {out}" if out else ""
-    stdout().print(escape(f"{said}, {len(files)} files{kept}"), soft_wrap=True)
+    stdout().print(escape(f"{message}, {len(files)} files{kept}"), soft_wrap=True)

@@ -123,8 +123,8 @@ def train_command(
     load_recipe(recipes[0], overrides, profile)  # reports errors before torch is loaded
     from ..recipes.train import train
 
-    given: dict[str, Any] = dict(out=out, data=data, cpu=cpu, profile=profile, threads=threads)
-    print_run(train(recipes[0], overrides, **given, accept_data=accept_data, log_with=log_with or ()))
+    arguments: dict[str, Any] = dict(out=out, data=data, cpu=cpu, profile=profile, threads=threads)
+    print_run(train(recipes[0], overrides, **arguments, accept_data=accept_data, log_with=log_with or ()))
 
 
 #: Options of ``capszoo train`` that some kinds of runs do not use, and the kinds that do ("": a single run).
@@ -170,17 +170,19 @@ def _dry_run(
         recipe = load_recipe(name, overrides, profile)
         typer.echo(resolved_yaml(recipe))
         try:
-            found = estimate(recipe, cpu, threads)
+            plan = estimate(recipe, cpu, threads)
         except DataError as error:
             stderr().print(escape(f"note: no estimate: {error}"), soft_wrap=True)
             continue
-        pace = recipe.batch_size / found.seconds_per_update
+        pace = recipe.batch_size / plan.seconds_per_update
         line = (
-            f"{found.parameters:,} parameters; {pace:,.0f} images/s on {found.device}, timed on random images"
+            f"{plan.parameters:,} parameters; {pace:,.0f} images/s on {plan.device}, timed on random images"
         )
-        if found.seconds is not None and found.updates is not None:
-            took = f"{found.seconds:,.0f} s" if found.seconds < 600 else f"{found.seconds / 3600:,.1f} hours"
-            line += f"; {found.images:,} images x {recipe.epochs} epochs = {found.updates:,} updates: about {took}"
+        if plan.seconds is not None and plan.updates is not None:
+            took = f"{plan.seconds:,.0f} s" if plan.seconds < 600 else f"{plan.seconds / 3600:,.1f} hours"
+            line += (
+                f"; {plan.images:,} images x {recipe.epochs} epochs = {plan.updates:,} updates: about {took}"
+            )
         unlike = ["without torch.compile"] if recipe.compile else []
         unlike += ["all epochs at the full image size"] if recipe.stages else []
         how = f"; timed {' and '.join(unlike)}" if unlike else ""
@@ -210,12 +212,16 @@ def _train_seeds(
     summary = train_seeds(recipes[0], numbers, overrides, out, data, cpu, profile, parallel or 1)
     for split in ("test", "validation"):
         if split in summary:
-            found = summary[split]
-            each = ", ".join(f"{value:.2f}" for value in found["values"])
-            many = "sd" in found
-            spread = f" ± {found['sd']:.2f}" if many else ""
-            of = f"mean ± standard deviation of {len(found['values'])} seeds ({each})" if many else "one seed"
+            accuracy = summary[split]
+            each = ", ".join(f"{value:.2f}" for value in accuracy["values"])
+            many = "sd" in accuracy
+            spread = f" ± {accuracy['sd']:.2f}" if many else ""
+            of = (
+                f"mean ± standard deviation of {len(accuracy['values'])} seeds ({each})"
+                if many
+                else "one seed"
+            )
             stdout().print(
-                f"{split}: {found['mean']:.2f}{spread} % on {found['n']:,} images, {of}",
+                f"{split}: {accuracy['mean']:.2f}{spread} % on {accuracy['n']:,} images, {of}",
                 soft_wrap=True,
             )

@@ -148,8 +148,8 @@ LogWithOption = Annotated[
 ]
 
 
-def refuse_set_twice(overrides: list[str] | None, stated: Mapping[str, Any]) -> None:
-    """Refuse a ``--set`` line whose key an option sets, too: ``stated`` has the options' values by key.
+def refuse_set_twice(overrides: list[str] | None, settings: Mapping[str, Any]) -> None:
+    """Refuse a ``--set`` line whose key an option sets, too: ``settings`` has the options' values by key.
 
     Raises:
         UsageError: there is one.
@@ -162,7 +162,7 @@ def refuse_set_twice(overrides: list[str] | None, stated: Mapping[str, Any]) -> 
     }
     for line in overrides or ():
         key = line.partition("=")[0].strip()
-        if stated.get(key) is not None:
+        if settings.get(key) is not None:
             option = named.get(key, key.rpartition(".")[2].replace("_", "-"))
             raise UsageError(f"--set {line} and --{option} exclude each other", "give one of them")
 
@@ -189,15 +189,15 @@ def use_cpu(device: str | None) -> bool:
         return device == "cpu"
     from .._utils.devices import resolve_device
 
-    found = resolve_device(str(device))
-    if found.type == "mps":
+    resolved = resolve_device(str(device))
+    if resolved.type == "mps":
         raise UsageError("training uses CPUs and CUDA GPUs, not MPS", "use --device cpu")
-    if found.index:
+    if resolved.index:
         raise UsageError(
             f"training uses the first visible GPU, not {device}",
-            f"set CUDA_VISIBLE_DEVICES={found.index} and give --device cuda",
+            f"set CUDA_VISIBLE_DEVICES={resolved.index} and give --device cuda",
         )
-    return found.type == "cpu"
+    return resolved.type == "cpu"
 
 
 def check_training() -> None:
@@ -209,10 +209,10 @@ def print_run(result: dict[str, Any]) -> None:
     """Print the files that fine-tuning writes besides the weights; the run's log has printed weights and accuracy."""
     console = stdout()
     if "folds" in result:
-        for name, found in (("top-1", result["top1"]), ("mean recall", result["recall"])):
-            each = ", ".join(f"{value:.2f}" for value in found["values"])
+        for name, score in (("top-1", result["top1"]), ("mean recall", result["recall"])):
+            each = ", ".join(f"{value:.2f}" for value in score["values"])
             console.print(
-                f"{result['folds']} folds: {name} {found['mean']:.2f} ± {found['sd']:.2f}% ({each})",
+                f"{result['folds']} folds: {name} {score['mean']:.2f} ± {score['sd']:.2f}% ({each})",
                 soft_wrap=True,
             )
     for file in ("labels", "folds_file", "confusion", "card"):

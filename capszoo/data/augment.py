@@ -355,8 +355,8 @@ def erase(images: Tensor, draws: Tensor, side: int) -> Tensor:
     for axis, u in zip((2, 3), draws.to(images.device).unbind(1), strict=True):
         size = images.shape[axis]
         first = (u * (max(size - side, 0) + 1)).floor()[:, None]
-        place = torch.arange(size, device=images.device)
-        inside.append((place >= first) & (place < first + side))  # [b, size]
+        position = torch.arange(size, device=images.device)
+        inside.append((position >= first) & (position < first + side))  # [b, size]
     square = inside[0][:, None, :, None] & inside[1][:, None, None, :]
     return images.masked_fill(square, 0)
 

@@ -35,8 +35,8 @@ def check_set(name: str, data: str | Path | None = None) -> Iterator[str]:
     if name in DATASETS:
         splits = list(DATASETS[name].counts)
     else:  # a folder of classes alone has no splits, and is all training images
-        found = find_splits(name, data)
-        splits = [split for split in ("train", "val", "test") if split in found] or ["train"]
+        available = find_splits(name, data)
+        splits = [split for split in ("train", "val", "test") if split in available] or ["train"]
     found_sets: dict[str, ImageSet | StreamedSet] = {}
     for split in splits:
         if (name, split) == ("svhn", "extra"):
@@ -82,11 +82,11 @@ def fetch_set(name: str, to: str | Path) -> str:
             f"{name} is on this machine: only named data sets, medmnist:NAME and hf:OWNER/NAME are fetched"
         )
     spec = dataset_spec(name)
-    known = spec.base or ("smallnorb" if spec.name.startswith("smallnorb") else spec.name)
+    source = spec.base or ("smallnorb" if spec.name.startswith("smallnorb") else spec.name)
     for split in ("train", "test"):
-        if not remote_files(known, split):
+        if not remote_files(source, split):
             raise DataError(f"{spec.title} cannot be fetched: {spec.remedy}")
-        folder = fetch(known, split, to)
+        folder = fetch(source, split, to)
     return f"{spec.title} is in {folder}; check it with: capszoo data check {name} --data {to}"
 
 

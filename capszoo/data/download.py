@@ -164,7 +164,7 @@ def _fetch_file(file: RemoteFile, target: Path) -> None:
 
 def _extract(archive: Path, member: str, target: Path) -> None:
     """Extract one member of a tar archive to its place below the folder, where it replaces a file."""
-    place = target / member
+    path = target / member
     with tarfile.open(archive) as tar:
         try:
             content = tar.extractfile(member)
@@ -172,9 +172,9 @@ def _extract(archive: Path, member: str, target: Path) -> None:
             raise DataError(f"{archive} has no {member}") from error
         if content is None:
             raise DataError(f"{archive}: {member} is no file")
-        place.parent.mkdir(parents=True, exist_ok=True)
-        partial = place.with_suffix(".part")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(".part")
         with content, partial.open("wb") as out:
             while block := content.read(1 << 20):
                 out.write(block)
-        partial.replace(place)
+        partial.replace(path)

@@ -228,5 +228,5 @@ def read_medmnist(name: str, split: str, data: str | Path | None = None) -> tupl
         raise DataError(f"{file}: {keys[1]} run from {labels.min()} to {labels.max()}, not from 0 to {most}")
     images = torch.from_numpy(pixels)
     images = images.unsqueeze(1) if facts.channels == 1 else images.permute(0, 3, 1, 2).contiguous()
-    found = torch.from_numpy(labels.astype("int64"))
-    return images, found.float() if facts.multi_label else found.squeeze(1)
+    targets = torch.from_numpy(labels.astype("int64"))
+    return images, targets.float() if facts.multi_label else targets.squeeze(1)

@@ -321,9 +321,9 @@ def _look_at(encoded: bytes | Path, source: Path | str, ranges: bool) -> _Look |
             header = _header(image)
             if not ranges or not is_deep(image):
                 return _Look(header, None)
-            floats, stated = image.mode == "F", stated_range(image)
-        low, high = stated or value_extremes(open_image(encoded, name=source))
-        return _Look(header, _Values(floats, low, high, stated is not None))
+            floats, declared = image.mode == "F", stated_range(image)
+        low, high = declared or value_extremes(open_image(encoded, name=source))
+        return _Look(header, _Values(floats, low, high, declared is not None))
     except Exception:
         return None
 
@@ -373,20 +373,20 @@ def _unpacked_bytes(groups: Any, columns: Sequence[str]) -> int:
     )
 
 
-def _read_columns(path: Path, columns: list[str], stated: int) -> Any:
+def _read_columns(path: Path, columns: list[str], row_bytes: int) -> Any:
     """Columns of a parquet file, in parts, because a value that is stored once may stand in every row.
 
     Args:
         path: of the file.
         columns: their names.
-        stated: unpacked bytes by its metadata, so that no value has more.
+        row_bytes: unpacked bytes by its metadata, so that no value has more.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     parts, size = [], 0
     with pq.ParquetFile(path) as file:
-        rows = min(max(MAX_FILE_BYTES // max(stated, 1), 1), 4096)
+        rows = min(max(MAX_FILE_BYTES // max(row_bytes, 1), 1), 4096)
         for part in file.iter_batches(batch_size=rows, columns=columns):
             size += part.nbytes
             if size > 2 * MAX_FILE_BYTES:
@@ -394,8 +394,8 @@ def _read_columns(path: Path, columns: list[str], stated: int) -> Any:
                     f"{path} unpacks to over {size:,} bytes, too much for memory: use hf:{path.parent}"
                 )
             parts.append(part)
-        known = pa.schema([file.schema_arrow.field(name) for name in columns])
-    return pa.Table.from_batches(parts, parts[0].schema if parts else known)
+        schema = pa.schema([file.schema_arrow.field(name) for name in columns])
+    return pa.Table.from_batches(parts, parts[0].schema if parts else schema)
 
 
 def _parquet_table(path: Path) -> tuple[Any, str, str]:
@@ -423,9 +423,9 @@ def _parquet_table(path: Path) -> tuple[Any, str, str]:
     column = table.column(label_column)
     words = kind.value_type if pa.types.is_dictionary(kind) else kind
     is_label = (pa.types.is_integer, pa.types.is_string, pa.types.is_large_string)
-    known = any(check(words) for check in is_label)
-    if not known or column.null_count:
-        what = "empty cells" if known else f"values of type {kind}"
+    accepted = any(check(words) for check in is_label)
+    if not accepted or column.null_count:
+        what = "empty cells" if accepted else f"values of type {kind}"
         raise DataError(
             f"{path}: the column '{label_column}' holds {what}; labels are whole numbers, or text"
         )
@@ -593,16 +593,16 @@ def read_svhn_mat(file: str | Path) -> tuple[Tensor, Tensor]:
     raw = _read_bytes(path)
     try:
         # checked before anything is unpacked
-        stated = {name: shape for name, shape, _ in whosmat(io.BytesIO(raw))}
+        shapes = {name: shape for name, shape, _ in whosmat(io.BytesIO(raw))}
         most = {"X": _SVHN_IMAGES * _CIFAR_PIXELS, "y": _SVHN_IMAGES}
-        large = [name for name, limit in most.items() if math.prod(stated.get(name, ())) > limit]
+        large = [name for name, limit in most.items() if math.prod(shapes.get(name, ())) > limit]
         content = {} if large else loadmat(io.BytesIO(raw), variable_names=("X", "y"))
-        images, given = content["X"], content["y"].reshape(-1)
-        if given.dtype.kind not in "biuf" or not (
-            np.isfinite(given).all() and (given == np.floor(given)).all()
+        images, classes = content["X"], content["y"].reshape(-1)
+        if classes.dtype.kind not in "biuf" or not (
+            np.isfinite(classes).all() and (classes == np.floor(classes)).all()
         ):
             raise ValueError("labels that are no whole numbers")
-        labels = given.astype(np.int64)
+        labels = classes.astype(np.int64)
     # a damaged file may raise anything: ValueError, TypeError, zlib.error, KeyError, …
     except Exception as error:
         raise DataError(f"{path} is not a MATLAB 5 file with X and y (damaged?); fetch it again") from error

@@ -66,7 +66,7 @@ def expand_shards(name: str, folder: Path, pattern: str) -> list[Path]:
     return paths
 
 
-def shards_of_split(paths: Sequence[Path], names: Sequence[str], known: Collection[str]) -> list[Path]:
+def shards_of_split(paths: Sequence[Path], names: Sequence[str], split_words: Collection[str]) -> list[Path]:
     """The shards that belong to a split: ``train-000000.tar``, or ``000000.tar`` in a folder ``train``.
 
     The last word of a file's name that is a split's name counts, in upper or lower case:
@@ -75,7 +75,7 @@ def shards_of_split(paths: Sequence[Path], names: Sequence[str], known: Collecti
     Args:
         paths: the shards.
         names: names of the split; the first that has shards is used. Shards without the name of a split are "train".
-        known: the names of all splits.
+        split_words: the names of all splits.
 
     Raises:
         DataError: some shards name the training split and others none: these could be another split's.
@@ -84,7 +84,7 @@ def shards_of_split(paths: Sequence[Path], names: Sequence[str], known: Collecti
     def split_of(path: Path) -> str | None:
         words = [path.parent.name, *re.split(r"[-_.\d]+", path.name)]
         spelled = [_SPELLED.get(word.casefold(), word.casefold()) for word in words]
-        return next((word for word in reversed(spelled) if word in known), None)
+        return next((word for word in reversed(spelled) if word in split_words), None)
 
     splits = {path: split_of(path) for path in paths}
     nameless = next((path for path, split in splits.items() if split is None), None)
@@ -139,8 +139,8 @@ def read_index(paths: Sequence[Path], threads: int = 1) -> ShardIndex:
         DataError: a shard is damaged, or has invalid content; one line that names it.
     """
     cached = _cache_file(paths)
-    if cached is not None and (found := _read_cached(cached, paths)) is not None:
-        return found
+    if cached is not None and (cached_index := _read_cached(cached, paths)) is not None:
+        return cached_index
     with ThreadPoolExecutor(threads) as pool:
         tables = list(pool.map(_index_shard, paths))
     labels = [labels for _, labels in tables]

@@ -145,19 +145,19 @@ def _check(spec: DatasetSpec, split: str, images: Tensor, labels: Tensor, folder
 
 def _pickled(spec: DatasetSpec, roots: list[Path]) -> Path | None:
     """A copy of CIFAR as Python pickles, which are never read."""
-    known = {"cifar10": "cifar-10-batches-py", "cifar100": "cifar-100-python"}.get(spec.name)
-    if known is None:
+    subfolder = {"cifar10": "cifar-10-batches-py", "cifar100": "cifar-100-python"}.get(spec.name)
+    if subfolder is None:
         return None
-    subs = (known, f"{spec.name}/{known}")
+    subs = (subfolder, f"{spec.name}/{subfolder}")
     return next((root / sub for root in roots for sub in subs if (root / sub).is_dir()), None)
 
 
 def _find(spec: DatasetSpec, split: str, roots: list[Path], count: int) -> tuple[Tensor, Tensor] | None:
     for folder in _folders(spec, roots):
-        found = _read_split(spec, split, folder)
-        if found is not None:
-            _check(spec, split, *found, folder, count)
-            return found
+        images = _read_split(spec, split, folder)
+        if images is not None:
+            _check(spec, split, *images, folder, count)
+            return images
     return None
 
 
@@ -226,13 +226,13 @@ def load_dataset(
             spec, split, folders, size=size, resize=resize, skipped=skipped, framing=framing
         )
     expected = spec.counts[split] if count is None else count
-    found = _find(spec, split, roots, expected)
+    split_images = _find(spec, split, roots, expected)
     origin = "smallnorb" if name in _NORB_TRAINED else name
-    if found is None and download is not None and remote_files(origin, split):
-        found = _find(spec, split, [fetch(origin, split, download).parent], expected)
-    if found is None:
+    if split_images is None and download is not None and remote_files(origin, split):
+        split_images = _find(spec, split, [fetch(origin, split, download).parent], expected)
+    if split_images is None:
         raise _not_found(spec, split, roots, bool(remote_files(origin, split)))
-    images, labels = found
+    images, labels = split_images
     if size or resize or spec.side:
         spec, side = sized(spec, size, resize)
         framing = framing or Framing()

@@ -58,27 +58,27 @@ def recorded_centres(model: nn.Module, size: Size) -> Iterator[dict[Size, Grid]]
         model: the network; gets forward hooks while the context lasts.
         size: height and width of its input, in pixels.
     """
-    found: dict[Size, Grid] = {size: (CellCentres(0.5, 1.0), CellCentres(0.5, 1.0))}
+    grids: dict[Size, Grid] = {size: (CellCentres(0.5, 1.0), CellCentres(0.5, 1.0))}
 
     def note(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if not (args and _is_map(args[0]) and _is_map(output)):
             return
         before, after = _size(args[0]), _size(output)
-        if before not in found or after in found:
+        if before not in grids or after in grids:
             return
-        window = zip(found[before], before, after, *(_pair(module, name) for name in _WINDOW), strict=True)
+        window = zip(grids[before], before, after, *(_pair(module, name) for name in _WINDOW), strict=True)
         y, x = (
             centres.after(
                 dilation * (kernel - 1) + 1, stride, _padding(b, a, kernel, stride, padding, dilation)
             )
             for centres, b, a, kernel, stride, padding, dilation in window
         )
-        found[after] = (y, x)
+        grids[after] = (y, x)
 
     windowed = [m for m in model.modules() if hasattr(m, "kernel_size") and hasattr(m, "stride")]
     hooks = [module.register_forward_hook(note) for module in windowed]
     try:
-        yield found
+        yield grids
     finally:
         for hook in hooks:
             hook.remove()

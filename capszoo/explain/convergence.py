@@ -22,8 +22,7 @@ from torch import Tensor, nn
 
 from ..errors import CapszooError
 from ..models._base import CouplingLayout
-from ..models._inspect import evaluating
-from ..summary import iteration_attributes
+from ..models._inspect import evaluating, iteration_attributes
 from .routing_stats import canonical
 
 __all__ = ["IterationChanges", "all_iterations", "iteration_changes"]

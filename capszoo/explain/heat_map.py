@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._pretrained.facts import label_names
 from .._utils.files import check_numbers_file
 from ..errors import CapszooError, NoCapsules, UsageError, unknown_name
-from ..inference import label_names
 from ..models._inspect import evaluating
 from ..models.routing_pool import RoutingPoolNet
 from ..preprocess import ImageLike, ImageTransform, as_image, model_transform

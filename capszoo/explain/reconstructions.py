@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._pretrained.facts import label_names
 from ..errors import CapszooError, UsageError
-from ..inference import label_names
 from ..models._inspect import evaluating
 from ..preprocess import ImageLike, model_transform
 from .heat_map import class_index, model_input

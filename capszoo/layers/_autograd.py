@@ -32,8 +32,8 @@ def count_as_reference(forward: Any = None, backward: Any = None) -> Callable[..
 
 
 def _times(flops: int, formula: Callable[..., int]) -> Callable[..., int]:
-    def count(*given: Any, out_shape: Any = None) -> int:
-        return flops * formula(*given)
+    def count(*arguments: Any, out_shape: Any = None) -> int:
+        return flops * formula(*arguments)
 
     return count
 
@@ -66,13 +66,13 @@ def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @functools.wraps(backward)
-    def once(ctx: Any, *given: Any) -> Any:
+    def once(ctx: Any, *gradients: Any) -> Any:
         saved = ctx.saved_tensors
         with torch.no_grad():
-            grads = backward(ctx, saved, *given)
+            grads = backward(ctx, saved, *gradients)
         if not torch.is_grad_enabled():  # nobody can differentiate again
             return grads
-        sources = [value for value in (*given, *saved) if isinstance(value, Tensor)]
+        sources = [value for value in (*gradients, *saved) if isinstance(value, Tensor)]
         whole = grads if isinstance(grads, tuple) else (grads,)
         return tuple(_Once.apply(grad, *sources) if isinstance(grad, Tensor) else grad for grad in whole)
 

@@ -88,7 +88,9 @@ class _Blockwise(torch.autograd.Function):
 
     @staticmethod
     @differentiable_once
-    def backward(ctx: Any, tensors: tuple[Tensor, ...], *given: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, tensors: tuple[Tensor, ...], *incoming: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         function, in_dims, out_dims, block, size = ctx.plan
         needed = ctx.needs_input_grad[4:]
         grads: list[Tensor | None] = [None] * len(tensors)
@@ -104,17 +106,17 @@ class _Blockwise(torch.autograd.Function):
             with torch.enable_grad(), torch.autocast(inputs[0].device.type, enabled=False):
                 results = function(*inputs)
             outputs, weights = [], []
-            for result, grad, dim in zip(results, given, out_dims, strict=True):
+            for result, grad, dim in zip(results, incoming, out_dims, strict=True):
                 if grad is not None and result.requires_grad:
                     outputs.append(result)
                     weights.append(grad.narrow(dim, start, length))
             wanted = [t for t in inputs if t.requires_grad]
-            found = iter(torch.autograd.grad(outputs, wanted, weights, allow_unused=True))
+            gradients = iter(torch.autograd.grad(outputs, wanted, weights, allow_unused=True))
             for whole, dim, need in zip(grads, in_dims, needed, strict=True):
                 if not need:
                     continue
                 assert whole is not None
-                part = next(found)
+                part = next(gradients)
                 if dim is None:
                     if part is not None:
                         whole += part

@@ -106,11 +106,11 @@ def use_engines(*names: str, target: str = "") -> Iterator[None]:
 
 
 def _check_names(names: Tuple[str, ...]) -> None:
-    known = sorted(NAMES)
+    engines = sorted(NAMES)
     for name in names:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            hint = f"did you mean {near[0]!r}?" if near else f"the engines are {', '.join(known)}"
+        if name not in engines:
+            near = difflib.get_close_matches(name, engines, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"the engines are {', '.join(engines)}"
             raise ValueError(f"there is no engine {name!r}: {hint}")
 
 

@@ -84,8 +84,8 @@ def heinsen_routing(
     parents = _sum_of_votes(scaled, credit, vote_scale, vote_weight, vote_bias)
     for _ in range(num_iters - 1):
         # E-step: how well each parent predicts each child
-        known = _norm(parents).to(x.dtype) if normalize else parents.to(x.dtype)
-        predicted = torch.matmul(known, pred_weight) * pred_scale + pred_bias  # G: [b, j, d]
+        expected = _norm(parents).to(x.dtype) if normalize else parents.to(x.dtype)
+        predicted = torch.matmul(expected, pred_weight) * pred_scale + pred_bias  # G: [b, j, d]
         likeness = upcast_half(torch.matmul(x, predicted.transpose(1, 2)))  # [b, i, j]; x is not scaled here
         # log σ(s) = -softplus(-s), which Core ML can read
         shares = torch.softmax(-F.softplus(-(likeness * score_weight + score_bias)), dim=2)

@@ -94,21 +94,26 @@ def adapt_state_dict(
     fresh: list[str] = []
     wrong: list[str] = []
     for key, value in own.items():
-        given = state_dict.get(key)
-        if given is not None and key == f"{first_conv}.weight" and given.ndim == value.ndim and given.numel():
-            given = _fit_input_channels(given, value.shape[1])
-        if given is not None and given.shape == value.shape and not (other_classes and in_head(key)):
-            fitted[key] = given
+        tensor = state_dict.get(key)
+        if (
+            tensor is not None
+            and key == f"{first_conv}.weight"
+            and tensor.ndim == value.ndim
+            and tensor.numel()
+        ):
+            tensor = _fit_input_channels(tensor, value.shape[1])
+        if tensor is not None and tensor.shape == value.shape and not (other_classes and in_head(key)):
+            fitted[key] = tensor
         elif (
             key.startswith("decoder.")
-            or (other_classes and (in_head(key) or (given is None and in_readout(key))))
-            or (size_matters and given is not None)
+            or (other_classes and (in_head(key) or (tensor is None and in_readout(key))))
+            or (size_matters and tensor is not None)
         ):
             fitted[key] = value
             fresh.append(key)
         else:
             wrong.append(
-                f"{key} {'missing' if given is None else f'{tuple(given.shape)} for {tuple(value.shape)}'}"
+                f"{key} {'missing' if tensor is None else f'{tuple(tensor.shape)} for {tuple(value.shape)}'}"
             )
     unknown = [
         k

@@ -163,8 +163,8 @@ class BackboneLevels(BackboneFeatures):
         self.chans = sum(int(part.shape[1]) for part in maps)
 
     def _maps(self, x: Tensor) -> List[Tensor]:
-        final, found = self.model.forward_intermediates(x, indices=self.levels)
-        return [*found[:-1], self.to_map(final)]
+        final, maps = self.model.forward_intermediates(x, indices=self.levels)
+        return [*maps[:-1], self.to_map(final)]
 
     def forward(self, x: Tensor) -> Tensor:
         if self.levels == 1:  # pruned
@@ -197,9 +197,9 @@ def _blank_image(model: nn.Module, in_chans: int, img_size: Tuple[int, int]) -> 
 
 def _prefix_tokens(model: nn.Module) -> int:
     """Tokens before those of the grid: as the model states, else one if it has a class token."""
-    stated = getattr(model, "num_prefix_tokens", None)
-    if stated is not None:
-        return int(stated)
+    count = getattr(model, "num_prefix_tokens", None)
+    if count is not None:
+        return int(count)
     return int(any(key.startswith("cls_token") for key, _ in model.named_parameters(recurse=False)))
 
 
@@ -211,7 +211,7 @@ def _token_grid(
     Raises:
         ValueError: none has; the message has the tokens and what the model states.
     """
-    stated: List[str] = []
+    grids: List[str] = []
     for where, find in (
         ("patch_embed", _patch_grid),
         ("forward_intermediates", _last_level_grid),
@@ -221,16 +221,16 @@ def _token_grid(
         if grid is not None and grid[0] * grid[1] == tokens - prefix:
             return grid
         if grid is not None:
-            stated.append(f"{grid[0]}x{grid[1]} by its {where}")
+            grids.append(f"{grid[0]}x{grid[1]} by its {where}")
     name = type(model).__name__
-    if not stated:
+    if not grids:
         raise ValueError(
             f"{name} gives {tokens} tokens and states no grid for them: give it a patch_embed with a grid_size, "
             "or feature_info with a reduction"
         )
     raise ValueError(
         f"{name} gives {tokens} tokens, {prefix} of them before those of the image, and states another grid "
-        f"({', '.join(stated)}), so there is no feature map"
+        f"({', '.join(grids)}), so there is no feature map"
     )
 
 
@@ -394,8 +394,8 @@ def _registered_cfg(name: str) -> Any:
     try:
         return get_pretrained_cfg(name, allow_unregistered=True)
     except RuntimeError as error:  # a tag that timm does not know
-        known = timm.list_pretrained(f"{architecture}.*")
-        raise ValueError(unknown_name("backbone", name, known or [architecture])) from error
+        tags = timm.list_pretrained(f"{architecture}.*")
+        raise ValueError(unknown_name("backbone", name, tags or [architecture])) from error
 
 
 #: Arguments of a backbone that the network around it sets.
@@ -415,8 +415,8 @@ def described_backbone(name: str, cache_dir: Optional[str] = None) -> Optional[M
         config = hub_config(target, cache_dir)
     else:
         path = _saved_file(target, "config.json")
-        stated = read_json_object(path)
-        if "architectures" in stated and not {"architecture", "pretrained_cfg"} & stated.keys():
+        described = read_json_object(path)
+        if "architectures" in described and not {"architecture", "pretrained_cfg"} & described.keys():
             raise WeightsError(
                 f"{target}: config.json names no model of timm (architecture) but one of the library transformers "
                 "(architectures): save a timm model with its save_for_hf, and name that folder"
@@ -556,9 +556,9 @@ def _has_further_blocks(state: Dict[str, Tensor], unexpected: List[str]) -> bool
     def blocks(keys: Iterable[str]) -> Set[Tuple[str, str]]:
         return {(key[: m.start()], m[1]) for key in keys for m in re.finditer(r"\.(\d+)\.", key)}
 
-    known = blocks(state.keys() - set(unexpected))
-    lists = {name for name, _ in known}
-    return any(name in lists and (name, number) not in known for name, number in blocks(unexpected))
+    present = blocks(state.keys() - set(unexpected))
+    lists = {name for name, _ in present}
+    return any(name in lists and (name, number) not in present for name, number in blocks(unexpected))
 
 
 def _stated(arguments: Dict[str, Any]) -> str:

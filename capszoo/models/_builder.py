@@ -167,15 +167,15 @@ def build_capsule_model(
     """
     init_args = _init_args(model_cls, variant, kwargs)
     kwargs = {name: plain(value) for name, value in kwargs.items()}
-    given, overlay, zoo_facts = _without_zoo_facts(
+    cfg_argument, overlay, zoo_facts = _without_zoo_facts(
         kwargs.pop("pretrained_cfg", None), kwargs.pop("pretrained_cfg_overlay", None)
     )
-    cfg = resolve_pretrained_cfg(variant, given, overlay)
+    cfg = resolve_pretrained_cfg(variant, cfg_argument, overlay)
     if cfg.source in ("hf-hub", "local-dir"):  # timm's create_model has read it there
         target = str(cfg.hf_hub_id if cfg.source == "hf-hub" else cfg.file)
         kwargs.pop("backbone_pretrained", None)  # its weights are those of the whole network
         return create_saved(cfg.source, target, pretrained, pretrained_cfg_overlay=overlay or None, **kwargs)
-    if pretrained and not cfg.has_weights and cfg.state_dict is None and is_registered(given, variant):
+    if pretrained and not cfg.has_weights and cfg.state_dict is None and is_registered(cfg_argument, variant):
         cfg = resolve_pretrained_cfg(variant, _default_tag(variant), overlay)
     cache_dir = kwargs.pop("cache_dir", None)
     weights_id = cfg.hf_hub_id
@@ -183,7 +183,7 @@ def build_capsule_model(
     if zoo_facts is None:
         zoo_facts = info.facts if info else {}
     # a name with a tag is one network, with its weights or without; timm's scripts give its configuration instead
-    if info and (pretrained or given):
+    if info and (pretrained or cfg_argument):
         kwargs = {**info.model_args, **kwargs}
     if pretrained:
         cfg = _with_verified_weights(cfg, variant, cache_dir)
@@ -212,7 +212,7 @@ def build_capsule_model(
     return model
 
 
-def _init_args(model_cls: type[nn.Module], variant: str, given: Mapping[str, Any]) -> list[str]:
+def _init_args(model_cls: type[nn.Module], variant: str, arguments: Mapping[str, Any]) -> list[str]:
     """Names of the arguments that the network accepts.
 
     Raises:
@@ -220,13 +220,13 @@ def _init_args(model_cls: type[nn.Module], variant: str, given: Mapping[str, Any
         ValueError: an invalid number of classes, channels or iterations.
     """
     init_args = [name for name in inspect.signature(model_cls.__init__).parameters if name != "self"]
-    for name in given:
+    for name in arguments:
         if name not in _BUILDER_ARGS and name not in init_args:
             if name == "routing_iters":
                 raise UnknownArgument(f"{variant} has no routing iterations: leave routing_iters out")
             raise UnknownArgument(unknown_name(f"argument of {variant}", name, [*init_args, "pretrained"]))
     for name, least in _COUNTS.items():
-        value = given.get(name)
+        value = arguments.get(name)
         if value is None:
             continue
         if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
@@ -244,7 +244,7 @@ def plain(value: Any) -> Any:
 
 
 def _without_zoo_facts(
-    given: Any, overlay: Mapping[str, Any] | None
+    cfg: Any, overlay: Mapping[str, Any] | None
 ) -> tuple[Any, dict[str, Any], dict[str, Any] | None]:
     """A configuration and its overlay for timm, without the zoo's facts, for which timm has no field; and those facts.
 
@@ -254,23 +254,23 @@ def _without_zoo_facts(
     overlay = dict(overlay or {})
     zoo_facts = own_facts(overlay) or None
     set_own_facts(overlay, {})
-    if isinstance(given, PretrainedCfg):
-        given = {one.name: getattr(given, one.name) for one in fields(given)}
-    if isinstance(given, Mapping):
-        given = dict(given)
-        if given.get("source") is None and zoo_facts is None:  # else they are not trusted yet
-            zoo_facts = own_facts(given) or None
-        set_own_facts(given, {})
-    return given, overlay, zoo_facts
+    if isinstance(cfg, PretrainedCfg):
+        cfg = {one.name: getattr(cfg, one.name) for one in fields(cfg)}
+    if isinstance(cfg, Mapping):
+        cfg = dict(cfg)
+        if cfg.get("source") is None and zoo_facts is None:  # else they are not trusted yet
+            zoo_facts = own_facts(cfg) or None
+        set_own_facts(cfg, {})
+    return cfg, overlay, zoo_facts
 
 
-def is_registered(given: Any, variant: str) -> bool:
+def is_registered(cfg: Any, variant: str) -> bool:
     """Whether a configuration is none, or the architecture's own, which timm's scripts resolve and give."""
-    if not given:
+    if not cfg:
         return True
-    if isinstance(given, str) or get_pretrained_cfg(variant) is None:
+    if isinstance(cfg, str) or get_pretrained_cfg(variant) is None:
         return False
-    return resolve_pretrained_cfg(variant, given, None) == resolve_pretrained_cfg(variant, None, None)
+    return resolve_pretrained_cfg(variant, cfg, None) == resolve_pretrained_cfg(variant, None, None)
 
 
 def _default_tag(variant: str) -> str | None:
@@ -296,9 +296,9 @@ def _with_verified_weights(cfg: PretrainedCfg, variant: str, cache_dir: str | Pa
             raise WeightsError(f"{cfg.file}: no such file")
         state = load_safetensors(cfg.file)
     elif cfg.hf_hub_id and (info is None or cfg.hf_hub_id != info.hub_id):  # named by the caller
-        stated = hub_config(str(cfg.hf_hub_id), cache_dir).sha256
-        state = load_safetensors(download_weights(str(cfg.hf_hub_id), cache_dir, stated or ""))
-        tag = _trusted_tag(variant, tag, stated)
+        sha256 = hub_config(str(cfg.hf_hub_id), cache_dir).sha256
+        state = load_safetensors(download_weights(str(cfg.hf_hub_id), cache_dir, sha256 or ""))
+        tag = _trusted_tag(variant, tag, sha256)
     elif info is not None:
         state = load_weights(info, cache_dir)
     else:
@@ -436,12 +436,12 @@ def create_described(
         partial(timm.create_model, architecture, pretrained_cfg=dict(cfg), **config.model_args), state, where
     )
     arguments = {**config.model_args, **{k: plain(v) for k, v in kwargs.items() if v is not None}}
-    stated = {"num_classes": cfg.get("num_classes"), "in_chans": cfg.get("input_size", (3,))[0]}
+    defaults = {"num_classes": cfg.get("num_classes"), "in_chans": cfg.get("input_size", (3,))[0]}
     with fitting(where):
         # older timm adapts the first convolution of its architectures from three channels, and knows no other number
-        if state and not is_model_in_modules(architecture, MODULES) and stated["in_chans"] != 3:
-            if all(arguments.get(name, value) == value for name, value in stated.items()):
-                model = create_registered(architecture, pretrained_cfg=cfg, **{**stated, **arguments})
+        if state and not is_model_in_modules(architecture, MODULES) and defaults["in_chans"] != 3:
+            if all(arguments.get(name, value) == value for name, value in defaults.items()):
+                model = create_registered(architecture, pretrained_cfg=cfg, **{**defaults, **arguments})
                 model.load_state_dict(state)
                 return model
         if state:

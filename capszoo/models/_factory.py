@@ -89,8 +89,8 @@ def _check_name(name: str) -> None:
         try:
             get_pretrained_cfg(name, allow_unregistered=True)
         except RuntimeError as error:  # a tag that timm does not know
-            known = timm.list_pretrained(f"{architecture}.*")
-            raise UnknownModel(unknown_name("model", name, known or [architecture])) from error
+            tags = timm.list_pretrained(f"{architecture}.*")
+            raise UnknownModel(unknown_name("model", name, tags or [architecture])) from error
 
 
 def create_model(
@@ -141,8 +141,10 @@ def create_model(
         _check_name(target)
     elif source == "local-dir" and not Path(target).is_dir():
         raise UnknownModel(f"{target}: no such folder")
-    given = dict(num_classes=num_classes, in_chans=in_chans, img_size=img_size, routing_iters=routing_iters)
-    kwargs.update({k: v for k, v in given.items() if v is not None})
+    settings = dict(
+        num_classes=num_classes, in_chans=in_chans, img_size=img_size, routing_iters=routing_iters
+    )
+    kwargs.update({k: v for k, v in settings.items() if v is not None})
     # here too: timm records the caller's, for `save_for_hf`
     kwargs = {k: plain(v) for k, v in kwargs.items()}
     if source:
@@ -208,10 +210,10 @@ def describe(name: str, model: nn.Module, weights: tuple[WeightsInfo, ...] | Non
     architecture = split_model_name_tag(name)[0] if registered else str(cfg.get("architecture"))
     if weights is None:
         weights = tuple(info for full, info in checkpoints().items() if name in (full, info.architecture))
-    known = registered or architecture in list_models()
-    entry = get_pretrained_cfg(name if registered else architecture) if known else None
+    ours = registered or architecture in list_models()
+    entry = get_pretrained_cfg(name if registered else architecture) if ours else None
     papers = entry.paper_ids or () if entry and not _other_head(architecture, model) else ()
-    docstring = (model_entrypoint(architecture).__doc__ or "") if known else type(model).__name__
+    docstring = (model_entrypoint(architecture).__doc__ or "") if ours else type(model).__name__
     return ModelInfo(
         name=name,
         description=docstring.strip().split("\n")[0].replace("``", "`"),  # text of pages and terminals

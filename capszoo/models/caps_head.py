@@ -338,9 +338,9 @@ class BackboneNet(HeadNet):
         options: Dict[str, Any] = dict(
             head_args or {}, proj_chans=proj_chans, max_grid=max_grid, drop_rate=drop_rate
         )
-        known = head_arguments(routing, set(options))  # before a backbone is created or downloaded
+        arguments = head_arguments(routing, set(options))  # before a backbone is created or downloaded
         if routing_iters is not None:
-            if "num_iters" not in known:
+            if "num_iters" not in arguments:
                 raise ValueError(f"the {routing} head has no iterations: leave routing_iters out")
             options["num_iters"] = routing_iters
         super().__init__(num_classes, in_chans, img_size, global_pool, HEADS[routing].fixed_grid)
@@ -447,13 +447,13 @@ class BackboneNet(HeadNet):
         # without its head, which most of timm's networks would reset, and which is gone already
         return features.model.prune_intermediate_layers(indices, prune_norm, False)
 
-    def describe(self, cfg: Dict[str, Any], stated: Collection[str] = ()) -> None:
+    def describe(self, cfg: Dict[str, Any], overridden: Collection[str] = ()) -> None:
         """Complete the network's configuration by the backbone's image settings, except for those that are stated."""
         for key in IMAGE_SETTINGS:
-            if key not in stated and self.backbone_cfg.get(key) is not None:
+            if key not in overridden and self.backbone_cfg.get(key) is not None:
                 cfg[key] = self.backbone_cfg[key]
         for key in ("mean", "std"):
-            if key not in stated and len(cfg[key]) != self.in_chans:
+            if key not in overridden and len(cfg[key]) != self.in_chans:
                 cfg[key] = (0.5,) * self.in_chans
         # the configuration names the paper of the default routing
         if getattr(self.head, "routing", "idpa") != "idpa":
@@ -636,9 +636,9 @@ def caps_head(pretrained: bool = False, **kwargs: Any) -> BackboneNet:
     """Any timm backbone with any routing as its head, by backbone=… and routing=…; ResNet-18 and IDPA by default."""
     args = dict(backbone="resnet18", routing="idpa")
     # weights state the images that they were trained on, which need not be the backbone's
-    given = kwargs.get("pretrained_cfg")
-    whole = pretrained or not (isinstance(given, str) or is_registered(given, "caps_head"))
-    stated = IMAGE_SETTINGS if whole else tuple(kwargs.get("pretrained_cfg_overlay") or ())
+    cfg = kwargs.get("pretrained_cfg")
+    whole = pretrained or not (isinstance(cfg, str) or is_registered(cfg, "caps_head"))
+    overridden = IMAGE_SETTINGS if whole else tuple(kwargs.get("pretrained_cfg_overlay") or ())
     backbone = kwargs.get("backbone")
     config = described_backbone(backbone, kwargs.get("cache_dir")) if isinstance(backbone, str) else None
     if config is not None:
@@ -646,7 +646,7 @@ def caps_head(pretrained: bool = False, **kwargs: Any) -> BackboneNet:
     net = _create_backbone_net("caps_head", pretrained, defaults=args, **kwargs)
     inner: Any = net if isinstance(net, BackboneNet) else getattr(net, "model", None)
     if isinstance(inner, BackboneNet):  # or timm's wrapper of one, for features_only
-        inner.describe(net.pretrained_cfg, stated)
+        inner.describe(net.pretrained_cfg, overridden)
     if config is not None:  # a saved network names the architecture, not this machine's folder
         net._model_args["backbone"] = config.architecture
         facts = own_facts(net.pretrained_cfg)

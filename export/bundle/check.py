@@ -16,8 +16,8 @@ from capszoo._pretrained.exported import OnnxModel
 from capszoo._pretrained.facts import label_lines
 from capszoo._pretrained.files import sha256_of
 from capszoo._utils.files import read_npz
+from capszoo.checkpoint import load_model
 from capszoo.errors import CapszooError, UsageError, first_line
-from capszoo.inference import load_model
 from capszoo.preprocess import load_image, model_input_size
 
 from .. import compare, to_aoti, to_executorch, to_tensorrt
@@ -105,15 +105,15 @@ def _check_file(path: Path, model: str | None) -> BundleCheck:
     """Check a ``.onnx`` file by what it states of itself."""
     require_libraries(True)
     net = OnnxModel(path)
-    stated, spec = net.stated, net.stated["preprocess"]
-    precision = str(stated.get("precision", "fp32"))
+    properties, spec = net.stated, net.stated["preprocess"]
+    precision = str(properties.get("precision", "fp32"))
     manifest: dict[str, Any] = {
-        "name": str(stated.get("model", path.stem)),
+        "name": str(properties.get("model", path.stem)),
         "model": {
-            "source": str(stated.get("weights", "")),
-            "state_sha256": stated.get("state_sha256"),
-            "routing_iters_asked": stated["routing_iters"][0]
-            if len(stated.get("routing_iters", ())) == 1
+            "source": str(properties.get("weights", "")),
+            "state_sha256": properties.get("state_sha256"),
+            "routing_iters_asked": properties["routing_iters"][0]
+            if len(properties.get("routing_iters", ())) == 1
             else None,
             "outputs": ["scores"],
         },
@@ -171,7 +171,7 @@ def _same_files(folder: Path, manifest: dict[str, Any]) -> GateStep:
             wrong.append(f"{file} is missing")
         elif sha256_of(folder / file) != digest:  # an engine may have been built again, on the target's GPU
             (rebuilt if file in replaceable else wrong).append(f"{file} is not the one that was written")
-    whole = f"{len(manifest['files'])} files" + "".join(f"; {found}" for found in rebuilt)
+    whole = f"{len(manifest['files'])} files" + "".join(f"; {note}" for note in rebuilt)
     return GateStep("sha256 of the files", not wrong, "; ".join(wrong) or whole)
 
 
@@ -222,12 +222,16 @@ def _verified(name: str, expected: np.ndarray, got: np.ndarray, manifest: dict[s
         return GateStep(name, False, f"scores of shape {got.shape}, not {expected.shape}")
     # int8's gate compares batches of real images
     int8 = manifest["precision"]["model"] == "int8"
-    found = compare.compare_outputs([expected], [got]) if int8 else compare.compare_by_input(expected, got)
+    difference = (
+        compare.compare_outputs([expected], [got]) if int8 else compare.compare_by_input(expected, got)
+    )
     limit = float(manifest["tolerance"])
-    detail = f"{found.relative:.1e} of the largest output on {len(expected)} inputs, the limit is {limit:g}"
-    if found.top1_agreement is not None:
-        detail += f"; top-1 equal on {found.top1_agreement:.0%}"
-    return GateStep(name, found.passed(limit), detail)
+    detail = (
+        f"{difference.relative:.1e} of the largest output on {len(expected)} inputs, the limit is {limit:g}"
+    )
+    if difference.top1_agreement is not None:
+        detail += f"; top-1 equal on {difference.top1_agreement:.0%}"
+    return GateStep(name, difference.passed(limit), detail)
 
 
 def _against_original(
@@ -381,19 +385,19 @@ def compare_bundle(
     """
     if len(kinds) < 2:
         raise UsageError("a bundle is timed against a reference", f"name two of {', '.join(compare.RUNNERS)}")
-    place, manifest = Path(folder), read_manifest(folder)
-    steps = [_same_files(place, manifest)]
+    path, manifest = Path(folder), read_manifest(folder)
+    steps = [_same_files(path, manifest)]
     if any(kind.startswith("onnxruntime") for kind in kinds):
         require_libraries(True)
-        steps.append(_structure(place / "model.onnx", manifest))
+        steps.append(_structure(path / "model.onnx", manifest))
     for step in steps:
         if not step.passed:
             raise CapszooError(
-                f"{place}: {step.name}: {step.detail}", "export again; capszoo check shows the rest"
+                f"{path}: {step.name}: {step.detail}", "export again; capszoo check shows the rest"
             )
     spec = manifest["input"]
     smallest, largest = manifest["batch"]["min"], manifest["batch"]["max"]
-    runners = [open_runner(kind, place, manifest, model) for kind in kinds]
+    runners = [open_runner(kind, path, manifest, model) for kind in kinds]
     if files:
         inputs = np.stack([infer.read_picture(load_image(file), spec)[0] for file in files])
     else:
@@ -410,8 +414,8 @@ def compare_bundle(
     differences = []
     for kind, outputs in zip(kinds[1:], whole[1:], strict=True):
         probe = "images" if files else "random"
-        found = compare.compare_outputs(whole[0], outputs, probe, (kinds[0], kind), scores)
-        differences.append({"runner": kind, **found.to_dict()})
+        difference = compare.compare_outputs(whole[0], outputs, probe, (kinds[0], kind), scores)
+        differences.append({"runner": kind, **difference.to_dict()})
     timings = []
     for count in sorted({min(max(count, smallest), largest) for count in batches}):
         for kind, timing in zip(

@@ -61,8 +61,8 @@ def open_image(path: str | Path, max_pixels: int = MAX_PIXELS) -> Image.Image:
         file.load()
         image = ImageOps.exif_transpose(file)
         image.info.pop(STATED, None)
-        if (stated := stated_range(file)) is not None:  # a copy has no tags
-            image.info[STATED] = stated
+        if (declared := stated_range(file)) is not None:  # a copy has no tags
+            image.info[STATED] = declared
     return image
 
 
@@ -103,9 +103,9 @@ def to_8_bits(image: Image.Image, value_range: Any = None) -> tuple[Image.Image,
         if (finite := strip[np.isfinite(strip)]).size:
             lowest, highest = min(lowest, float(finite.min())), max(highest, float(finite.max()))
     lowest, highest = (lowest, highest) if lowest <= highest else (0, 0)
-    known, note = value_range or image.info.get(STATED), ""
-    if known:
-        black, white = known
+    declared, note = value_range or image.info.get(STATED), ""
+    if declared:
+        black, white = declared
         if lowest < black or highest > white:
             note = f"values outside of {black:g} to {white:g} are clipped"
     elif image.mode != "F" and 0 <= lowest and highest <= 65535:
@@ -166,7 +166,7 @@ def read_picture(image: Image.Image, spec: dict[str, Any], **options: Any) -> tu
     unknown = options.get("invert") or spec.get("inherited_mean")
     bright = "" if unknown else looks_inverted(cropped, spec["mean"])
     image = fit_drawing(image, size) if options.get("fit") else cropped
-    notes = [said for said in (depth, note, bright) if said]
+    notes = [remark for remark in (depth, note, bright) if remark]
     if size != frame:
         value = BACKGROUNDS[spec.get("background", "black")]  # as in training, whatever `background` says
         canvas = Image.new(image.mode, frame[::-1], value if image.mode == "L" else (value,) * 3)
@@ -310,8 +310,8 @@ class Classifier:
             self.spec = json.loads((folder / "preprocess.json").read_text(encoding="utf-8"))
             self.labels = (folder / "labels.txt").read_text(encoding="utf-8").splitlines()
         else:
-            stated = self.session.get_modelmeta().custom_metadata_map
-            self.spec, labels = (json.loads(stated.get(key) or "{}") for key in ("preprocess", "labels"))
+            properties = self.session.get_modelmeta().custom_metadata_map
+            self.spec, labels = (json.loads(properties.get(key) or "{}") for key in ("preprocess", "labels"))
             self.labels = [" ".join(label.splitlines()) for label in labels]
         needed = ("channels", "size", "crop_pct", "interpolation", "dtype", "batch")
         if not all(key in self.spec for key in needed):
@@ -371,14 +371,14 @@ def classify(
                 continue
             if notes:
                 results[-1]["notes"] = notes
-                print(*(printable(f"note: {image}: {said}") for said in notes), sep="\n", file=sys.stderr)
+                print(*(printable(f"note: {image}: {note}") for note in notes), sep="\n", file=sys.stderr)
             inputs.append(pixels)
             readable.append(results[-1])
         if not inputs:
             continue
-        found = classifier(inputs).astype(np.float64)
-        shares = probabilities(found, classifier.spec.get("score_kind", "logits"))
-        for entry, scores, share in zip(readable, found, shares, strict=True):
+        outputs = classifier(inputs).astype(np.float64)
+        shares = probabilities(outputs, classifier.spec.get("score_kind", "logits"))
+        for entry, scores, share in zip(readable, outputs, shares, strict=True):
             entry["predictions"] = [
                 {
                     "index": int(i),

@@ -15,9 +15,9 @@ from capszoo._pretrained.files import load_safetensors
 from capszoo._pretrained.info import WeightsInfo
 from capszoo.checkpoint import checkpoint_of
 from capszoo.errors import CapszooError, WeightsError, first_line
+from capszoo.models._inspect import iteration_attributes
 from capszoo.preprocess import ImageTransform
 from capszoo.scores import score_kind
-from capszoo.summary import iteration_attributes
 
 from .. import compare, unroll
 from ..prepare import PreparedModel
@@ -136,16 +136,16 @@ def describe_model(model: nn.Module, prepared: PreparedModel, source: str) -> di
 def weights_of(model: nn.Module) -> WeightsInfo | None:
     """The checkpoint whose weights a model has unchanged, if any."""
     try:
-        found = checkpoint_of(model)
-        file = found.weights() if found else None
+        checkpoint = checkpoint_of(model)
+        file = checkpoint.weights() if checkpoint else None
     except WeightsError:
         return None
-    if found is None or file is None:
+    if checkpoint is None or file is None:
         return None
-    info = found.info
-    state, own = load_safetensors(file), model.state_dict()
+    info = checkpoint.info
+    state, model_state = load_safetensors(file), model.state_dict()
     state = info.renamed(state) if info else state
-    equal = all(k in state and torch.equal(v.cpu(), state[k]) for k, v in own.items())
+    equal = all(k in state and torch.equal(v.cpu(), state[k]) for k, v in model_state.items())
     return info if equal else None
 
 
@@ -173,14 +173,14 @@ def figures(report: ExportReport) -> dict[str, Any]:
             "top1_agreement": sum(share * n for share, n in compared) / count if compared else None,
         }
 
-    found: dict[str, Any] = {"onnxruntime against eager": summary(report.comparisons)}
+    by_name: dict[str, Any] = {"onnxruntime against eager": summary(report.comparisons)}
     if report.float_comparisons:
-        found["onnxruntime before quantisation against eager"] = summary(report.float_comparisons)
+        by_name["onnxruntime before quantisation against eager"] = summary(report.float_comparisons)
     if report.accuracy:
-        found["accuracy on real images, points"] = report.accuracy
+        by_name["accuracy on real images, points"] = report.accuracy
     if report.half_comparisons:
-        found[f"eager {report.precision} against eager fp32"] = summary(report.half_comparisons)
-    return found
+        by_name[f"eager {report.precision} against eager fp32"] = summary(report.half_comparisons)
+    return by_name
 
 
 def meaning(output: str) -> str:

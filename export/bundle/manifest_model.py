@@ -118,6 +118,6 @@ def check_manifest(values: Any, path: Path) -> dict[str, Any]:
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"] if part != "[key]") or "the whole"
-        said = str(first["msg"]).removeprefix("Value error, ")
-        raise CapszooError(f"{path}: {key}: {said}", "the file was changed; export again") from None
+        reason = str(first["msg"]).removeprefix("Value error, ")
+        raise CapszooError(f"{path}: {key}: {reason}", "the file was changed; export again") from None
     return values

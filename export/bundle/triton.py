@@ -21,17 +21,17 @@ def write_triton(folder: Path, name: str, report: ExportReport, backends: Sequen
     repositories = []
     for backend in backends:
         repository = "triton" if backend == "onnxruntime" else f"triton-{backend}"
-        place = folder / repository / name
-        (place / "1").mkdir(parents=True)
-        (place / "config.pbtxt").write_text(_triton_config(name, backend, report), encoding="utf-8")
-        shutil.copyfile(folder / "labels.txt", place / "labels.txt")
+        model_folder = folder / repository / name
+        (model_folder / "1").mkdir(parents=True)
+        (model_folder / "config.pbtxt").write_text(_triton_config(name, backend, report), encoding="utf-8")
+        shutil.copyfile(folder / "labels.txt", model_folder / "labels.txt")
         model = folder / ("model.onnx" if backend != "tensorrt" else PLAN)
         if model.is_file():
-            shutil.copyfile(model, place / "1" / model.name)
+            shutil.copyfile(model, model_folder / "1" / model.name)
         else:
-            (place / "1" / "README").write_text("tensorrt/build_engine.sh puts model.plan here\n")
+            (model_folder / "1" / "README").write_text("tensorrt/build_engine.sh puts model.plan here\n")
         if backend == "python":
-            shutil.copyfile(Path(__file__).with_name("triton_model.py"), place / "1" / "model.py")
+            shutil.copyfile(Path(__file__).with_name("triton_model.py"), model_folder / "1" / "model.py")
         repositories.append(repository)
     return repositories
 

@@ -22,12 +22,11 @@ from typing import Any
 import numpy as np
 import torch.nn as nn
 
-from capszoo._pretrained.facts import label_lines
+from capszoo._pretrained.facts import label_lines, label_names
 from capszoo._pretrained.files import sha256_of
 from capszoo._utils.files import replacing
 from capszoo._version import __version__
 from capszoo.errors import CapszooError, UsageError
-from capszoo.inference import label_names
 from capszoo.preprocess import model_input_size, model_transform
 
 from .. import compare, to_aoti, to_executorch, to_onnx, to_tensorrt
@@ -186,11 +185,15 @@ def _checked_target(out: Path) -> Path:
         return target
     try:
         manifest = read_manifest(target)
-        own = {*manifest["files"], "manifest.json", *to_tensorrt.built_later(target, manifest["name"])}
+        bundle_files = {
+            *manifest["files"],
+            "manifest.json",
+            *to_tensorrt.built_later(target, manifest["name"]),
+        }
     except CapszooError:
         raise UsageError(f"{out} holds files and is no bundle", "give a new folder") from None
     files = (file for file in sorted(target.rglob("*")) if not file.is_dir() or file.is_symlink())
-    strangers = [name for file in files if (name := file.relative_to(target).as_posix()) not in own]
+    strangers = [name for file in files if (name := file.relative_to(target).as_posix()) not in bundle_files]
     if strangers:
         raise UsageError(
             f"{out} holds files that are not the bundle's: {', '.join(strangers[:3])}"

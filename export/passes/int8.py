@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import torch.nn as nn
 
-from capszoo.summary import iteration_attributes
+from capszoo.models._inspect import iteration_attributes
 
 if TYPE_CHECKING:
     import onnx

@@ -51,11 +51,11 @@ def _enlarging_nodes(graph: Any) -> set[Any]:
     Nodes that share a weight are folded together or not at all, those that add the least first.
     """
     weights = [value for value in graph.initializers.values() if not value.is_graph_input()]
-    known = set(weights)
+    constants = set(weights)
     nodes = []
     for node in graph:
-        if node.op_type != "Cast" and node.inputs and all(v is None or v in known for v in node.inputs):
-            known.update(node.outputs)
+        if node.op_type != "Cast" and node.inputs and all(v is None or v in constants for v in node.inputs):
+            constants.update(node.outputs)
             nodes.append(node)
     constant = set(nodes)
     groups: dict[
@@ -133,8 +133,8 @@ def _count_axes_from_the_front(proto: onnx.ModelProto) -> None:
     import onnx
 
     graph = proto.graph
-    known = (*graph.input, *graph.value_info)
-    ranks = {value.name: len(value.type.tensor_type.shape.dim) for value in known}
+    values = (*graph.input, *graph.value_info)
+    ranks = {value.name: len(value.type.tensor_type.shape.dim) for value in values}
     axes = {tensor.name: tensor for tensor in graph.initializer}
     counted: dict[tuple[int, ...], str] = {}
     former: set[str] = set()

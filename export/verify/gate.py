@@ -95,8 +95,8 @@ class Gate:
             )
             smallest, _, largest = self.report.batch
             free = "only the batch is symbolic" if smallest < largest else "every size is fixed"
-            known = self.report.opset <= MAX_TENSORRT_OPSET
-            supported = "operators supported by TensorRT" if known else "operators not checked for TensorRT"
+            listed = self.report.opset <= MAX_TENSORRT_OPSET
+            supported = "operators supported by TensorRT" if listed else "operators not checked for TensorRT"
             detail.append(f"every shape inferred, {free}, {supported}")
             if self.prepared.precision != "fp32":
                 wanted = {"fp16": "float16", "bf16": "bfloat16", "int8": "int8"}[self.prepared.precision]
@@ -152,7 +152,7 @@ class Gate:
             return
         with self._step(name) as detail:
             proto = widened(self.proto) if self.prepared.precision == "bf16" else self.proto
-            given = subprocess.run(
+            process = subprocess.run(
                 [
                     sys.executable,
                     "-c",
@@ -164,17 +164,17 @@ class Gate:
                 capture_output=True,
                 check=False,
             )
-            said = given.stdout.decode().strip()
-            if given.returncode or not said:
+            answer = process.stdout.decode().strip()
+            if process.returncode or not answer:
                 remedy = "fix the batch with a profile of one number"
                 raise self._fail("ONNX Runtime crashes on an empty batch", remedy)
-            if said.startswith("refused"):
-                detail.append(f"ONNX Runtime raises an error: {said.removeprefix('refused ')}")
+            if answer.startswith("refused"):
+                detail.append(f"ONNX Runtime raises an error: {answer.removeprefix('refused ')}")
                 return
             wanted = [[0, *shape[1:]] for shape in self.report.outputs.values()]
-            if said != str(wanted):
-                raise self._fail(f"an empty batch gives {said} in ONNX Runtime, not {wanted}")
-            detail.append(said)
+            if answer != str(wanted):
+                raise self._fail(f"an empty batch gives {answer} in ONNX Runtime, not {wanted}")
+            detail.append(answer)
 
     def finite(self) -> None:
         """Step 2 for int8: beyond the calibrated ranges values are clipped, but never NaN; every batch runs."""
@@ -381,22 +381,22 @@ def _int8_accuracy(
     turned = 100 * float((guesses[0] != guesses[1]).mean())
     changed = f"{turned:.2f}% of the predictions changed"
     if real.labels is None:
-        lost, said = turned, f"{len(real)} images of unknown classes, {changed}"
+        lost, counts = turned, f"{len(real)} images of unknown classes, {changed}"
     else:
         right = [100 * float((guess == real.labels.numpy()).mean()) for guess in guesses]
         lost = right[0] - right[1]
         figures.update(eager=right[0], int8=right[1], lost=lost, images=len(real), turned=turned)
-        said = f"{len(real)} images, {right[0]:.2f}% right in float32, {right[1]:.2f}% in int8, {changed}"
+        counts = f"{len(real)} images, {right[0]:.2f}% right in float32, {right[1]:.2f}% in int8, {changed}"
         chance = 1 / classes
         if right[0] / 100 <= chance + 3 * math.sqrt(chance * (1 - chance) / len(real)):
-            lost, said = turned, f"{said}; float32 is no better than chance"
+            lost, counts = turned, f"{counts}; float32 is no better than chance"
     if lost > int8.MAX_LOSS + 1e-9:
         raise ExportError(
             f"{prepared.name}: int8 loses {lost:.2f} points on {len(real)} real images; the limit is "
-            f"{int8.MAX_LOSS} ({said})",
+            f"{int8.MAX_LOSS} ({counts})",
             "calibrate with more images, or use fp16",
         )
-    return said
+    return counts
 
 
 def verify_against_eager(prepared: PreparedModel, runner: compare.Runner) -> tuple[str, float]:
@@ -427,14 +427,14 @@ def verify_against_eager(prepared: PreparedModel, runner: compare.Runner) -> tup
         else:
             _check(prepared, difference, f"{runner.name} differs from eager")
     counted = [] if prepared.precision == "int8" else probes
-    said = [f"{len(probes)} inputs" + ("" if counted else " finite")]
+    details = [f"{len(probes)} inputs" + ("" if counted else " finite")]
     if real is not None:
         on_images: list[compare.Difference] = []
         if prepared.precision == "int8":
-            said.append(_int8_accuracy(prepared, eager, runner, real, on_images, {}))
+            details.append(_int8_accuracy(prepared, eager, runner, real, on_images, {}))
         else:
-            said.append(_same_answers(prepared, eager, runner, real, on_images))
+            details.append(_same_answers(prepared, eager, runner, real, on_images))
         counted = [*counted, *on_images]
     worst = max((difference.relative for difference in counted), default=float("nan"))
-    said.append(f"worst {worst:.1e} of the largest output")
-    return ", ".join(said), worst
+    details.append(f"worst {worst:.1e} of the largest output")
+    return ", ".join(details), worst

@@ -124,10 +124,10 @@ def inspect_graph(proto: onnx.ModelProto, batch: tuple[int, int, int] = (1, 8, 3
         inferred = _infer_shapes(proto, count)
     except onnx.shape_inference.InferenceError as e:
         return [*problems, f"shape inference: {first_line(e)}"]
-    known = {value.name: value for value in [*inferred.graph.value_info, *inferred.graph.output]}
+    values = {value.name: value for value in [*inferred.graph.value_info, *inferred.graph.output]}
     for node in inferred.graph.node:
         for output in filter(None, node.output):
-            value = known.get(output)
+            value = values.get(output)
             sizes = shape_of(value) if value is not None else ("?",)
             if any(not isinstance(size, int) for size in sizes):
                 problems.append(f"{output} ({node.op_type}) has no inferable shape")
@@ -219,12 +219,12 @@ def _result_types(proto: onnx.ModelProto) -> dict[str, int]:
     import onnx
 
     results = {name for node in proto.graph.node for name in node.output if name}
-    stated = [*proto.graph.value_info, *proto.graph.output]
-    if not results.issubset(value.name for value in stated):
+    values = [*proto.graph.value_info, *proto.graph.output]
+    if not results.issubset(value.name for value in values):
         with suppress(onnx.shape_inference.InferenceError):  # the structure step reports it
             inferred = _infer_shapes(proto, 1).graph
-            stated = [*inferred.value_info, *inferred.output]
-    return {value.name: value.type.tensor_type.elem_type for value in stated}
+            values = [*inferred.value_info, *inferred.output]
+    return {value.name: value.type.tensor_type.elem_type for value in values}
 
 
 def half_squares(proto: onnx.ModelProto) -> list[str]:

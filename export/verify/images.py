@@ -13,12 +13,11 @@ import torch.nn as nn
 from PIL import Image
 from torch import Tensor
 
-from capszoo._pretrained.facts import class_positions
+from capszoo._pretrained.facts import class_positions, label_names
 from capszoo.data import PREFIXES, ImageSet, check_name, load_dataset
 from capszoo.data.readers import MODES
 from capszoo.data.specs import RESIZED, is_data_set
 from capszoo.errors import CapszooError
-from capszoo.inference import label_names
 from capszoo.preprocess import find_images, load_image, model_framing, model_input_size, model_transform
 
 __all__ = ["CALIBRATION_IMAGES", "VERIFY_IMAGES", "RealImages", "load_images", "open_images", "transformed"]
@@ -47,7 +46,7 @@ class RealImages:
 
 def open_images(
     model: nn.Module,
-    where: str,
+    source: str,
     split: str = "test",
     limit: int | None = None,
     uint8_input: bool = False,
@@ -58,7 +57,7 @@ def open_images(
 
     Args:
         model: model whose transform is applied.
-        where: the name of a data set for :func:`capszoo.data.load_dataset`, or a path. If every file is in a
+        source: the name of a data set for :func:`capszoo.data.load_dataset`, or a path. If every file is in a
             folder named after a class, or its number, the classes are known.
         split: of a data set.
         limit: maximum number of images, evenly spaced.
@@ -69,18 +68,18 @@ def open_images(
     Raises:
         CapszooError: no such data set or path, other classes than the model's, or several classes per image.
     """
-    if is_data_set(where):
-        return _of_data_set(model, where, split, limit, uint8_input, data, skipped)
-    if not Path(where).exists():
+    if is_data_set(source):
+        return _of_data_set(model, source, split, limit, uint8_input, data, skipped)
+    if not Path(source).exists():
         try:
-            check_name(where)
+            check_name(source)
         except CapszooError as e:
-            raise CapszooError(f"{where} is no file, no folder and no data set: {e}") from None
-    files = find_images([where])
+            raise CapszooError(f"{source} is no file, no folder and no data set: {e}") from None
+    files = find_images([source])
     files = [files[i] for i in _spread(len(files), limit)]
     if skipped is not None:
         files = _readable(files, skipped)
-    return RealImages(load_images(model, files, uint8_input), _classes(model, files), where)
+    return RealImages(load_images(model, files, uint8_input), _classes(model, files), source)
 
 
 def _of_data_set(
@@ -123,8 +122,8 @@ def _of_data_set(
     pictures = (Image.fromarray(dataset.images[i].permute(1, 2, 0).numpy().squeeze()) for i in picked)
     labels: Tensor | None = dataset.labels[picked].long()
     if name.startswith(tuple(PREFIXES)):  # its classes are in the order of their names, not in the model's
-        place = class_positions(label_names(model), dataset.spec.label_names)
-        labels = None if None in place else torch.tensor(place)[labels]
+        positions = class_positions(label_names(model), dataset.spec.label_names)
+        labels = None if None in positions else torch.tensor(positions)[labels]
     return RealImages(transformed(model, pictures, uint8_input), labels, f"{name} ({split})")
 
 
@@ -163,8 +162,8 @@ def _classes(model: nn.Module, files: Sequence[Path]) -> Tensor | None:
     names = label_names(model)
     index = {str(i): i for i in range(len(names))} | {name: i for i, name in enumerate(names)}
     indices = [index.get(file.parent.name) for file in files]
-    known = [label for label in indices if label is not None]
-    return torch.tensor(known) if len(known) == len(files) else None
+    labels = [label for label in indices if label is not None]
+    return torch.tensor(labels) if len(labels) == len(files) else None
 
 
 def _spread(count: int, limit: int | None) -> list[int]:

@@ -137,22 +137,22 @@ def adversarial(
     try:
         zero, flat = _gradient_signs(scores, pixels, labels, batch_size)
         with _seeded(seed):
-            found = []
+            results = []
             for eps in radii:
-                found.append(_attacked(scores, pixels, labels, eps, attacks, steps, batch_size))
+                results.append(_attacked(scores, pixels, labels, eps, attacks, steps, batch_size))
                 if progress:
                     progress(len(labels))
     finally:
         for p in parameters:
             p.requires_grad_(True)
     alone = max(
-        (one.after.get("margin", 0) - one.after["square"] for one in found if "square" in one.after),
+        (one.after.get("margin", 0) - one.after["square"] for one in results if "square" in one.after),
         default=0,
     )
     if attacks == ("square",):
         alone = 0
     masked = max(zero, flat, alone / len(labels)) > MASKED
-    return Adversarial(len(labels), seed, steps, attacks, tuple(found), zero, flat, masked)
+    return Adversarial(len(labels), seed, steps, attacks, tuple(results), zero, flat, masked)
 
 
 def _attacked(

@@ -73,7 +73,7 @@ def agreement(
         )
     size = batch_size or min(first.batch_size, second.batch_size)
     counts = torch.zeros(5, dtype=torch.long)  # same answer; right: both, only first, only second, neither
-    known, order = first.images.spec.labels_per_image, _order(first, second)
+    labels_per_image, order = first.images.spec.labels_per_image, _order(first, second)
     for a, b in zip(first.batches(size, progress), second.batches(size), strict=True):
         labels = b.labels
         if order is not None:
@@ -84,14 +84,14 @@ def agreement(
         if order is not None:
             scores[1] = scores[1][:, order]
         right = [
-            all_right(s, a.labels, known, target.threshold)
+            all_right(s, a.labels, labels_per_image, target.threshold)
             for s, target in zip(scores, (first, second), strict=True)
         ]
-        given = [
-            predicted(s, a.labels, known, target.threshold)
+        answers = [
+            predicted(s, a.labels, labels_per_image, target.threshold)
             for s, target in zip(scores, (first, second), strict=True)
         ]
-        same = (given[0] == given[1]).all(1)
+        same = (answers[0] == answers[1]).all(1)
         one, two = right
         counts += torch.stack(
             [same.sum(), (one & two).sum(), (one & ~two).sum(), (~one & two).sum(), (~one & ~two).sum()]

@@ -86,8 +86,8 @@ def reliability(logs: Tensor, labels: Tensor, bins: int = BINS) -> Reliability:
         bins: their number.
     """
     n = len(labels)
-    confidence, found = logs.exp().max(1)
-    confidence, right = confidence.clamp(max=1), (found == labels).to(logs)
+    confidence, predicted = logs.exp().max(1)
+    confidence, right = confidence.clamp(max=1), (predicted == labels).to(logs)
     place = (confidence * bins).ceil().long().clamp(1, bins) - 1  # a bin contains its upper edge
     count, sure, correct = (
         torch.bincount(place, weights, bins).tolist()

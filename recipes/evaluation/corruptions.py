@@ -77,7 +77,7 @@ class CorruptionResult:
 
 def mean_accuracy(results: Sequence[CorruptionResult]) -> float:
     """The mean over corruptions, which count equally, of the mean over severities."""
-    return sum(one.mean for one in results) / len(results)
+    return sum(result.mean for result in results) / len(results)
 
 
 def _uniform(shape: tuple[int, ...], low: float, high: float, generator: Generator) -> Tensor:
@@ -147,9 +147,9 @@ def _glass_blur(x: Tensor, parameters: tuple[float, int], generator: Generator) 
         up, left = up * swapped, left * swapped
         for row in range(h - 1, 1, -1):
             for column in range(w - 1, 1, -1):
-                place = image, 0, row + up[:, row - 2, column - 2], column + left[:, row - 2, column - 2]
-                other = x[place]
-                x[place] = x[:, 0, row, column].clone()
+                pixel = image, 0, row + up[:, row - 2, column - 2], column + left[:, row - 2, column - 2]
+                other = x[pixel]
+                x[pixel] = x[:, 0, row, column].clone()
                 x[:, 0, row, column] = other
     return _gaussian_blur(x, sigma)
 
@@ -429,16 +429,16 @@ def corruptions(
     """
     chosen, spec = corruption_set(target), target.images.spec
     size = batch_size or target.batch_size
-    right = {name: [0] * len(one.severities) for name, one in chosen.items()}
+    right = {name: [0] * len(corruption.severities) for name, corruption in chosen.items()}
     for number, batch in enumerate(target.batches(BLOCK, progress)):
-        for name, one in chosen.items():
-            for severity in range(1, len(one.severities) + 1):
+        for name, corruption in chosen.items():
+            for severity in range(1, len(corruption.severities) + 1):
                 generator = keyed_generator(seed, name, severity, number)
-                changed = corrupt(batch.pixels, one, severity, generator)
+                changed = corrupt(batch.pixels, corruption, severity, generator)
                 scores = torch.cat([target.net(target.normalised(part)) for part in changed.split(size)])
-                found = all_right(scores, batch.labels, spec.labels_per_image, target.threshold)
-                right[name][severity - 1] += int(found.sum())
+                hits = all_right(scores, batch.labels, spec.labels_per_image, target.threshold)
+                right[name][severity - 1] += int(hits.sum())
     return tuple(
-        CorruptionResult(name, one.group, tuple(100 * count / target.n for count in right[name]))
-        for name, one in chosen.items()
+        CorruptionResult(name, corruption.group, tuple(100 * count / target.n for count in right[name]))
+        for name, corruption in chosen.items()
     )

@@ -85,19 +85,25 @@ def deletions(
             if progress:
                 progress(1)
 
-    found = []
+    results = []
     for method in METHODS:
         try:
-            one = deletion(target.net, counted(), method, seed)
+            curve = deletion(target.net, counted(), method, seed)
         except CapszooError as error:
             if method != "couplings":
                 raise
-            found.append(DeletionScore(method, reason=str(error)))
+            results.append(DeletionScore(method, reason=str(error)))
             continue
-        gain, margin = one.gain[0], one.margin[0]
-        found.append(
+        gain, margin = curve.gain[0], curve.margin[0]
+        results.append(
             DeletionScore(
-                method, one.n, one.hottest, one.random, gain, (gain - margin, gain + margin), one.correlation
+                method,
+                curve.n,
+                curve.hottest,
+                curve.random,
+                gain,
+                (gain - margin, gain + margin),
+                curve.correlation,
             )
         )
-    return tuple(found)
+    return tuple(results)

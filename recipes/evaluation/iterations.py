@@ -10,7 +10,7 @@ from torch import Tensor
 
 from capszoo.errors import CapszooError, UsageError
 from capszoo.explain.convergence import all_iterations
-from capszoo.summary import routing_iterations
+from capszoo.models._inspect import routing_iterations
 
 from .metrics import all_right, predicted, scored
 from .target import EvalTarget
@@ -67,12 +67,12 @@ def accuracy_by_iterations(
         CapszooError: the network does not iterate.
     """
     check_iterations(target)
-    own, _ = _answers(target, batch_size, progress)
+    default_answers, _ = _answers(target, batch_size, progress)
     results = []
     for count in counts:
         with all_iterations(target.net, count):
-            given, right = _answers(target, batch_size, progress)
-        changed = int((given != own).any(1).sum())
+            answers, right = _answers(target, batch_size, progress)
+        changed = int((answers != default_answers).any(1).sum())
         results.append(IterationAccuracy(count, 100 * right / target.n, changed))
     return tuple(results)
 
@@ -82,8 +82,8 @@ def _answers(
 ) -> tuple[Tensor, int]:
     """The answers to all images, [n, 1] or [n, classes], and how many are right."""
     per_image = target.images.spec.labels_per_image
-    given, right = [], 0
+    answers, right = [], 0
     for scores, labels in scored(target, batch_size, progress):
-        given.append(predicted(scores, labels, per_image, target.threshold))
+        answers.append(predicted(scores, labels, per_image, target.threshold))
         right += int(all_right(scores, labels, per_image, target.threshold).sum())
-    return torch.cat(given).cpu(), right
+    return torch.cat(answers).cpu(), right

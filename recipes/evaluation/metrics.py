@@ -137,8 +137,8 @@ class Tally:
             cells = labels * n + scores.argmax(1)
             self.table += torch.bincount(cells, minlength=n * n).view(n, n)
         else:  # present and predicted, present, predicted
-            found = answers(scores, labels, self.count, self.threshold)
-            self.table += torch.stack([(found * labels).sum(0), labels.sum(0), found.sum(0)]).long()
+            answered = answers(scores, labels, self.count, self.threshold)
+            self.table += torch.stack([(answered * labels).sum(0), labels.sum(0), answered.sum(0)]).long()
 
     def result(self, label_names: Sequence[str]) -> EvalResult:
         """The metrics; raises ``CapszooError`` if there are no images, or scores that are not finite."""
@@ -150,7 +150,7 @@ class Tally:
                 f"the scores of {n - finite} of {n} images are NaN or infinite", "the weights are damaged"
             )
         table = self.table.cpu()
-        hits, there, found = (table.diag(), table.sum(1), table.sum(0)) if self.single else table
+        hits, there, predicted = (table.diag(), table.sum(1), table.sum(0)) if self.single else table
         return EvalResult(
             n=n,
             errors=n - right,
@@ -160,7 +160,7 @@ class Tally:
             per_class=tuple(
                 ClassFigures(label, t, h, _per_cent(h, t), _per_cent(h, f), _per_cent(2 * h, t + f))
                 for label, h, t, f in zip(
-                    label_names, hits.tolist(), there.tolist(), found.tolist(), strict=True
+                    label_names, hits.tolist(), there.tolist(), predicted.tolist(), strict=True
                 )
             ),
             confusion=table if self.single else None,
@@ -173,8 +173,8 @@ def pooled(results: Sequence[EvalResult]) -> EvalResult:
     table = torch.stack(tables).sum(0)
     tally, n = Tally(len(table), 1, 0.0), int(table.sum())
     tally.table, tally.totals = table, torch.tensor([int(table.diag().sum()), 0, n, n])
-    found = tally.result([figures.label for figures in results[0].per_class])
-    return replace(found, top5=None)  # which the tables do not tell
+    whole = tally.result([figures.label for figures in results[0].per_class])
+    return replace(whole, top5=None)  # which the tables do not tell
 
 
 def _per_cent(part: int, whole: int) -> float | None:
@@ -283,10 +283,10 @@ def stated_top1(target: EvalTarget) -> float | None:
     info = target.info
     if info is None or target.crops or info.metadata.dataset.name != target.images.spec.name:
         return None
-    stated = info.metadata.metrics.get(target.images.split)
-    return stated.top1 if stated and stated.n == target.n else None
+    recorded = info.metadata.metrics.get(target.images.split)
+    return recorded.top1 if recorded and recorded.n == target.n else None
 
 
-def reproduced(stated: float, found: float, n: int) -> bool:
+def reproduced(recorded: float, measured: float, n: int) -> bool:
     """True if two accuracies differ by at most two images, which processors may round to different answers."""
-    return abs(stated - found) <= 100 * 2 / n + 1e-9
+    return abs(recorded - measured) <= 100 * 2 / n + 1e-9

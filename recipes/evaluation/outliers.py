@@ -84,15 +84,15 @@ def other_images(
     Raises:
         DataError: the set is missing, is the model's own, or has other channels.
     """
-    own = target.images.spec
-    if name == own.name:
+    spec = target.images.spec
+    if name == spec.name:
         raise DataError(f"{name} is the data set itself", "name another one, such as fashion_mnist for mnist")
-    height, width = own.input_size[1:]
+    height, width = spec.input_size[1:]
     images = drawn(load_dataset(name, "test", data, size=(height, width)), limit, seed).fixed()
     assert isinstance(images, ImageSet)
-    if images.spec.input_size[0] != own.input_size[0]:
+    if images.spec.input_size[0] != spec.input_size[0]:
         raise DataError(
-            f"{name} has {images.spec.input_size[0]} channels, the model takes {own.input_size[0]}",
+            f"{name} has {images.spec.input_size[0]} channels, the model takes {spec.input_size[0]}",
             "name a data set with as many",
         )
     return images
@@ -108,12 +108,12 @@ def outlier_scores(
     parts: dict[str, list[Tensor]] = {}
     for batch in target.batches(batch_size, progress):
         x = batch.images.contiguous(memory_format=torch.channels_last)
-        found = _capsule_scores(net, x, batch.pixels)
-        scores = found.pop("scores") if found else net(x)
-        found["max probability"] = probabilities(scores.float(), kind).amax(1)
+        by_name = _capsule_scores(net, x, batch.pixels)
+        scores = by_name.pop("scores") if by_name else net(x)
+        by_name["max probability"] = probabilities(scores.float(), kind).amax(1)
         if kind == "logits":
-            found["energy"] = scores.float().logsumexp(1)
-        for name, values in found.items():
+            by_name["energy"] = scores.float().logsumexp(1)
+        for name, values in by_name.items():
             parts.setdefault(name, []).append(values.float().cpu())
     scores_of = {name: torch.cat(pieces) for name, pieces in parts.items()}
     if "energy" in scores_of and bool((scores_of["energy"].abs() < NORMALISED).all()):
@@ -127,29 +127,29 @@ def _capsule_scores(net: Any, x: Tensor, pixels: Tensor) -> dict[str, Tensor]:
         out = net.forward_capsules(x)
     except (AttributeError, NotImplementedError, NoCapsules):
         return {}
-    found = {"scores": out.scores, "max activation": out.activations.flatten(1).amax(1)}
+    by_name = {"scores": out.scores, "max activation": out.activations.flatten(1).amax(1)}
     if getattr(net, "decoder", None) is not None:
         image = net.reconstruct(out.poses, out.scores.argmax(1)).float()
-        found["reconstruction"] = -(image - pixels.float() / 255).square().flatten(1).mean(1)
+        by_name["reconstruction"] = -(image - pixels.float() / 255).square().flatten(1).mean(1)
     layout = net.coupling_layouts()[-1] if out.couplings else None
     if layout is not None and layout.over is not None:
         axis = layout.parents if layout.over == "parents" else layout.parents + 1
         couplings = out.couplings[-1].float().flatten(layout.parents + 1)
         if couplings.shape[axis] > 1:
-            found["coupling entropy"] = -coupling_entropy(couplings, axis).flatten(1).mean(1)
-    return found
+            by_name["coupling entropy"] = -coupling_entropy(couplings, axis).flatten(1).mean(1)
+    return by_name
 
 
-def auroc(own: Tensor, others: Tensor) -> tuple[float, tuple[float, float]]:
+def auroc(inside: Tensor, others: Tensor) -> tuple[float, tuple[float, float]]:
     """AUROC of scores ``[n]`` of own images against those ``[m]`` of others, and its 95% interval."""
     from torchmetrics.functional.classification import binary_auroc
 
-    values = torch.cat([own, others]).double()
+    values = torch.cat([inside, others]).double()
     # torchmetrics takes values outside 0..1 for logits, and their sigmoid would tie the large ones
     _, ranks = values.unique(return_inverse=True)
-    labels = torch.cat([torch.ones(len(own)), torch.zeros(len(others))]).long()
+    labels = torch.cat([torch.ones(len(inside)), torch.zeros(len(others))]).long()
     area = float(binary_auroc(ranks.double() / max(int(ranks.max()), 1), labels))
-    n, m = len(own), len(others)
+    n, m = len(inside), len(others)
     first, second = area / (2 - area), 2 * area**2 / (1 + area)
     spread = area * (1 - area) + (n - 1) * (first - area**2) + (m - 1) * (second - area**2)
     half = 1.96 * (max(spread, 0.0) / (n * m)) ** 0.5
@@ -168,7 +168,7 @@ def outliers(
         UsageError: several crops of each image.
     """
     target.require_one_view("outliers are measured")
-    own = outlier_scores(target, batch_size, progress)
+    scores = outlier_scores(target, batch_size, progress)
     apart = outlier_scores(target.on(other), batch_size)
-    found = tuple(OutlierScore(name, *auroc(values, apart[name])) for name, values in own.items())
-    return OutlierResult(other.spec.name, target.n, len(other), found)
+    results = tuple(OutlierScore(name, *auroc(values, apart[name])) for name, values in scores.items())
+    return OutlierResult(other.spec.name, target.n, len(other), results)

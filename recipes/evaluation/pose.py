@@ -127,15 +127,15 @@ def features(target: EvalTarget, pixels: Tensor) -> dict[str, Tensor]:
     """Features ``[b, d]`` of each source for uint8 images; a network has some or all of them."""
     net: Any = target.net
     x = normalize(pixels, target.mean, target.std).contiguous(memory_format=torch.channels_last)
-    found: dict[str, Tensor] = {}
+    by_name: dict[str, Tensor] = {}
     try:
         out = net.forward_capsules(x)
-        found = {"class poses": out.poses.flatten(1), "class activations": out.activations.flatten(1)}
+        by_name = {"class poses": out.poses.flatten(1), "class activations": out.activations.flatten(1)}
     except (AttributeError, NotImplementedError, NoCapsules):  # a network without capsules has its scores
-        found = {"class activations": net(x)}
+        by_name = {"class activations": net(x)}
     if hasattr(net, "forward_head"):
-        found["pooled features"] = net.forward_head(net.forward_features(x), pre_logits=True).flatten(1)
-    return found | {"pixels": x.flatten(1)}
+        by_name["pooled features"] = net.forward_head(net.forward_features(x), pre_logits=True).flatten(1)
+    return by_name | {"pixels": x.flatten(1)}
 
 
 def pose_probe(

@@ -102,8 +102,8 @@ def rank(
     )
 
     def mean(values: list[float | None]) -> float | None:
-        known = [value for value in values if value is not None]
-        return sum(known) / len(known) if known else None
+        defined = [value for value in values if value is not None]
+        return sum(defined) / len(defined) if defined else None
 
     return Ranking(
         named,

@@ -102,7 +102,7 @@ class Report:
         """For JSON: in per cent, except the ranking, in shares, and the confusion matrix, whose rows are labels and
         columns answers."""
         target, result = self.target, self.result
-        found: dict[str, Any] = {
+        tree: dict[str, Any] = {
             "model": target.name,
             "dataset": target.images.spec.name,
             "split": target.images.split,
@@ -124,32 +124,32 @@ class Report:
             "ranking": rounded(asdict(result.ranking)) if result.ranking else None,
         }
         if self.sweeps or self.attacks:
-            found["robustness"] = {
+            tree["robustness"] = {
                 "sweeps": [rounded(asdict(sweep)) for sweep in self.sweeps],
-                "pgd": [asdict(one) | {"accuracy": rounded(one.accuracy)} for one in self.attacks],
+                "pgd": [asdict(entry) | {"accuracy": rounded(entry.accuracy)} for entry in self.attacks],
                 "affnist": rounded(asdict(self.affnist)) if self.affnist else None,
             }
         if self.routing:
-            found["routing"] = asdict(self.routing) | {"dead_below": DEAD}
-            found["routing"]["iterations"] = [asdict(layer) for layer in self.iterations]
-            found["routing"]["iterations_n"] = min(ITERATION_IMAGES, result.n)
+            tree["routing"] = asdict(self.routing) | {"dead_below": DEAD}
+            tree["routing"]["iterations"] = [asdict(layer) for layer in self.iterations]
+            tree["routing"]["iterations_n"] = min(ITERATION_IMAGES, result.n)
         if self.by_iterations:
-            found["routing_iters"] = [rounded(asdict(one)) for one in self.by_iterations]
+            tree["routing_iters"] = [rounded(asdict(entry)) for entry in self.by_iterations]
         if self.corruptions:
-            found["corruptions"] = {
+            tree["corruptions"] = {
                 "mean": rounded(mean_accuracy(self.corruptions)),
-                "corruptions": [rounded(asdict(one)) for one in self.corruptions],
+                "corruptions": [rounded(asdict(entry)) for entry in self.corruptions],
             }
         if self.calibration:
-            found["calibration"] = rounded(asdict(self.calibration))
+            tree["calibration"] = rounded(asdict(self.calibration))
         for name in ("pose", "outliers", "adversarial"):
             if getattr(self, name):
-                found[name] = rounded(asdict(getattr(self, name)))
+                tree[name] = rounded(asdict(getattr(self, name)))
         if self.deletions:
-            found["deletion"] = rounded(
-                {"seed": self.seed, "methods": [asdict(one) for one in self.deletions]}
+            tree["deletion"] = rounded(
+                {"seed": self.seed, "methods": [asdict(entry) for entry in self.deletions]}
             )
-        return found
+        return tree
 
 
 def rounded(value: Any) -> Any:
@@ -217,35 +217,35 @@ def measure(
     if routing:
         # of one image, so that a model without capsules is refused before hours of work
         target.require_one_view("routing is measured")
-        one = target.on(target.images.fixed().subset(torch.arange(1)))
-        routing_stats(target.net, ((b.images, b.labels) for b in one.batches(1)))
+        single_image = target.on(target.images.fixed().subset(torch.arange(1)))
+        routing_stats(target.net, ((b.images, b.labels) for b in single_image.batches(1)))
     if probes.other is not None:
         require_auroc()
     apart = None if probes.other is None else other_images(target, probes.other, data, limit, seed)
     with bar("evaluating") as advance:
         result = assess(target, size, advance, specificity)
-    found = _probed(target, probes, apart, radii, steps, seed, size, bar)
+    parts = _probed(target, probes, apart, radii, steps, seed, size, bar)
     if robustness:
         with bar("sweeps") as advance:
-            found["sweeps"] = sweeps(target, batch_size=size, progress=advance)
+            parts["sweeps"] = sweeps(target, batch_size=size, progress=advance)
         if not target.images.spec.multi_label:
             tried = radii or default_eps(target.images.spec.input_size[0])
             with bar("PGD") as advance:
-                found["attacks"] = attack(target, tried, steps, seed, min(size, 250), advance)
-        found["affnist"] = affnist(target, data, limit, seed, batch_size)
+                parts["attacks"] = attack(target, tried, steps, seed, min(size, 250), advance)
+        parts["affnist"] = affnist(target, data, limit, seed, batch_size)
     if routing:
         with bar("routing") as advance:
-            found["routing"], found["iterations"] = _routing(target, result, min(size, 50), advance)
+            parts["routing"], parts["iterations"] = _routing(target, result, min(size, 50), advance)
     if counts:
         with bar("routing iterations", len(counts) + 1) as advance:
-            found["by_iterations"] = accuracy_by_iterations(target, counts, size, advance)
+            parts["by_iterations"] = accuracy_by_iterations(target, counts, size, advance)
     if corrupted:
         with bar("corruptions") as advance:
-            found["corruptions"] = corruptions(target, seed, size, advance)
+            parts["corruptions"] = corruptions(target, seed, size, advance)
     if held_out is not None:
         with bar("calibration") as advance:
-            found["calibration"] = calibrate(target, held_out, size, advance)
-    return Report(target, result, seed, limit, stated_top1(target), **found)
+            parts["calibration"] = calibrate(target, held_out, size, advance)
+    return Report(target, result, seed, limit, stated_top1(target), **parts)
 
 
 def _probed(
@@ -259,23 +259,23 @@ def _probed(
     bar: Callable[..., AbstractContextManager[Advance]],
 ) -> dict[str, Any]:
     """The requested probes, by their fields of the report; ``apart`` are the images of the other data set."""
-    found: dict[str, Any] = {}
+    parts: dict[str, Any] = {}
     if probes.pose:
         with bar("pose", 2) as advance:
-            found["pose"] = pose_probe(target, seed, size, advance)
+            parts["pose"] = pose_probe(target, seed, size, advance)
     if probes.deletion:
         with bar("deletion", 3, min(target.n, DELETION_IMAGES)) as advance:
-            found["deletions"] = deletions(target, seed, advance)
+            parts["deletions"] = deletions(target, seed, advance)
     if apart is not None:
         with bar("outliers") as advance:
-            found["outliers"] = outliers(target, apart, size, advance)
+            parts["outliers"] = outliers(target, apart, size, advance)
     if probes.attacks:
         tried = radii or default_eps(target.images.spec.input_size[0])
         with bar("attacks", len(tried)) as advance:
-            found["adversarial"] = adversarial(
+            parts["adversarial"] = adversarial(
                 target, tried, probes.attacks, steps, seed, min(size, 250), advance
             )
-    return found
+    return parts
 
 
 def _routing(
@@ -285,7 +285,7 @@ def _routing(
     batches = ((b.images, b.labels) for b in target.batches(size, advance))
     stats = routing_stats(target.net, batches)
     # with several labels an image has several answers
-    never = tuple(k for k, one in enumerate(result.per_class) if one.precision is None)
+    never = tuple(k for k, figures in enumerate(result.per_class) if figures.precision is None)
     few = target.on(target.images.fixed().subset(torch.arange(min(ITERATION_IMAGES, target.n))))
     changes = iteration_changes(target.net, (b.images for b in few.batches(size)))
     return replace(stats, never_predicted=never), changes

@@ -178,7 +178,7 @@ def draw_robustness(reports: Mapping[str, Mapping[str, Any]], path: str | Path) 
             panels.setdefault((sweep["name"], sweep["unit"]), {})[name] = points
         if measured["pgd"]:
             key = f"PGD, {measured['pgd'][0]['steps']} steps", "radius, of 255"
-            points = [(255 * one["eps"], one["accuracy"]) for one in measured["pgd"]]
+            points = [(255 * entry["eps"], entry["accuracy"]) for entry in measured["pgd"]]
             panels.setdefault(key, {})[name] = points
     columns = min(3, len(panels))
     rows = -(-len(panels) // columns)
@@ -218,7 +218,7 @@ def draw_robustness(reports: Mapping[str, Mapping[str, Any]], path: str | Path) 
     figure.legend(
         list(shown.values()), list(shown), loc="outside lower center", ncols=2, fontsize=8, frameon=False
     )
-    sets = ", ".join(dict.fromkeys(f"{one['dataset']} ({one['split']})" for one in reports.values()))
+    sets = ", ".join(dict.fromkeys(f"{entry['dataset']} ({entry['split']})" for entry in reports.values()))
     figure.suptitle(f"Robustness on {sets}, 95% intervals", fontsize=11)
     written = save(figure, path)
     header = ["model", "change", "unit", "amount", "accuracy %", "low %", "high %", "n"]
@@ -286,51 +286,57 @@ def _draw_corruptions(results: Sequence[CorruptionResult], unchanged: float, tit
     """Plot each corruption's mean accuracy as a bar, in its group's colour, and its severities as points."""
     figure = new_figure(7.0, 0.32 * len(results) + 1.6)
     axes = figure.subplots()
-    groups = {group: f"C{k}" for k, group in enumerate(dict.fromkeys(one.group for one in results))}
+    groups = {
+        group: f"C{k}" for k, group in enumerate(dict.fromkeys(corruption.group for corruption in results))
+    }
     labelled: set[str] = set()
-    for place, one in enumerate(results):
-        label = None if one.group in labelled else one.group
-        labelled.add(one.group)
-        axes.barh(place, one.mean, color=groups[one.group], alpha=0.6, label=label)
-        if len(one.accuracy) > 1:
-            axes.plot(one.accuracy, [place] * len(one.accuracy), "k.", markersize=4)
+    for row, corruption in enumerate(results):
+        label = None if corruption.group in labelled else corruption.group
+        labelled.add(corruption.group)
+        axes.barh(row, corruption.mean, color=groups[corruption.group], alpha=0.6, label=label)
+        if len(corruption.accuracy) > 1:
+            axes.plot(corruption.accuracy, [row] * len(corruption.accuracy), "k.", markersize=4)
     axes.axvline(unchanged, color="black", linewidth=0.8, linestyle=":", label="unchanged images")
     axes.set(xlim=(0, 102), xlabel="accuracy (%); points: severities")
-    axes.set_yticks(range(len(results)), [one.name for one in results])
+    axes.set_yticks(range(len(results)), [corruption.name for corruption in results])
     axes.invert_yaxis()
     figure.legend(loc="outside lower center", ncols=len(groups) + 1, fontsize=8, frameon=False)
     figure.suptitle(title, fontsize=10)
     written = save(figure, path)
     rows = [
-        [one.name, one.group, k, accuracy] for one in results for k, accuracy in enumerate(one.accuracy, 1)
+        [corruption.name, corruption.group, k, accuracy]
+        for corruption in results
+        for k, accuracy in enumerate(corruption.accuracy, 1)
     ]
     write_numbers(written, ["corruption", "group", "severity", "accuracy %"], rows)
     return written
 
 
-def _draw_calibration(found: CalibrationResult, title: str, path: Path) -> Path:
+def _draw_calibration(calibration: CalibrationResult, title: str, path: Path) -> Path:
     """Plot accuracy against confidence by bin, of the probabilities and of the scaled ones; labels: share of images."""
-    panels = [(f"probabilities of the {found.kind}", found.raw)]
-    if found.scaled is not None:
-        panels.append((f"at temperature {found.temperature:.2f}", found.scaled))
+    panels = [(f"probabilities of the {calibration.kind}", calibration.raw)]
+    if calibration.scaled is not None:
+        panels.append((f"at temperature {calibration.temperature:.2f}", calibration.scaled))
     figure = new_figure(4.2 * len(panels), 4.4)
     numbers: list[list[Any]] = []
-    for axes, (name, one) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-        width = 100 / len(one.bins)
-        n = sum(filled[0] for filled in one.bins if filled)
+    for axes, (name, reliability) in zip(
+        figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True
+    ):
+        width = 100 / len(reliability.bins)
+        n = sum(filled[0] for filled in reliability.bins if filled)
         axes.plot([0, 100], [0, 100], color="black", linewidth=0.8, linestyle=":", label="calibrated")
-        for place, filled in enumerate(one.bins):
+        for bin_index, filled in enumerate(reliability.bins):
             if filled is None:
                 continue
             count, confidence, accuracy = filled
-            axes.bar((place + 0.5) * width, accuracy, 0.92 * width, color="tab:blue", alpha=0.6)
+            axes.bar((bin_index + 0.5) * width, accuracy, 0.92 * width, color="tab:blue", alpha=0.6)
             axes.plot(confidence, accuracy, ".", color="tab:orange", zorder=3)
             share = f"{100 * count / n:.0f}%" if count >= 0.005 * n else "<1%"
-            axes.annotate(share, ((place + 0.5) * width, 1), ha="center", fontsize=6)
-            numbers.append([name, place * width, (place + 1) * width, count, confidence, accuracy])
+            axes.annotate(share, ((bin_index + 0.5) * width, 1), ha="center", fontsize=6)
+            numbers.append([name, bin_index * width, (bin_index + 1) * width, count, confidence, accuracy])
         axes.plot([], [], ".", color="tab:orange", label="mean confidence of a bin")
         axes.set(xlim=(0, 100), ylim=(0, 102), xlabel="confidence (%)", ylabel="accuracy (%)", aspect="equal")
-        axes.set_title(f"{name}: ECE {one.ece:.2f}%", fontsize=10)
+        axes.set_title(f"{name}: ECE {reliability.ece:.2f}%", fontsize=10)
         axes.legend(fontsize=8, loc="upper left", frameon=False)
     figure.suptitle(title, fontsize=10)
     written = save(figure, path)

@@ -120,10 +120,10 @@ def sweeps(
     right = {name: [0] * len(SWEEPS[name][1]) for name in names}
     for batch in target.batches(batch_size, progress):
         for name in names:
-            for place, amount in enumerate(SWEEPS[name][1]):
+            for index, amount in enumerate(SWEEPS[name][1]):
                 scores = target.net(target.normalised(move(batch.pixels, name, amount)))
-                found = all_right(scores, batch.labels, spec.labels_per_image, target.threshold)
-                right[name][place] += int(found.sum())
+                hits = all_right(scores, batch.labels, spec.labels_per_image, target.threshold)
+                right[name][index] += int(hits.sum())
     return tuple(
         SweepResult(name, *SWEEPS[name], tuple(100 * count / target.n for count in right[name]))
         for name in names
@@ -217,10 +217,10 @@ def attack(
     try:
         for number, batch in enumerate(target.batches(batch_size, progress)):
             images = batch.pixels.float() / 255
-            for place, eps in enumerate(radii):
+            for index, eps in enumerate(radii):
                 generator = keyed_generator(seed, number)
                 _, standing = pgd(pixels_of, images, batch.labels, eps, steps, generator)
-                right[place] += int(standing.sum())
+                right[index] += int(standing.sum())
     finally:
         for p in frozen:
             p.requires_grad_(True)

@@ -129,8 +129,8 @@ def find_model(model: nn.Module | str | Path) -> tuple[nn.Module, WeightsInfo | 
     """
     if isinstance(model, nn.Module):
         return model, None
-    found = resolve(model)
-    return found.create(device="cpu"), found.same_in_zoo()
+    checkpoint = resolve(model)
+    return checkpoint.create(device="cpu"), checkpoint.same_in_zoo()
 
 
 @dataclass(frozen=True)
@@ -281,14 +281,14 @@ def prepare(
         _logger.warning("%s", note)
     whole = len(images)
     images = drawn(images, limit, seed)
-    place = resolve_device(device)
-    if place.type == "cpu":
+    resolved = resolve_device(device)
+    if resolved.type == "cpu":
         keep_freed_memory()
     mean, std = _normalisation(model, net, info, images)
     return EvalTarget(
         name=info.name if info else type(net).__name__ if isinstance(model, nn.Module) else str(model),
-        net=net.to(place).to(memory_format=torch.channels_last).eval(),
-        images=images.to(place),
+        net=net.to(resolved).to(memory_format=torch.channels_last).eval(),
+        images=images.to(resolved),
         whole=whole,
         mean=mean,
         std=std,
@@ -309,9 +309,9 @@ def _normalisation(
     channels = images.spec.input_size[0]
     # a module without a tag may be untrained, or trained in the caller's own loop
     loaded = info is not None or not isinstance(model, nn.Module) or cfg.get("tag")
-    stated: Any = (info.mean, info.std) if info else (cfg.get("mean"), cfg.get("std"))
-    known = bool(loaded and stated[0] and stated[1])
-    mean, std = stated if known else (images.spec.mean, images.spec.std)
+    settings: Any = (info.mean, info.std) if info else (cfg.get("mean"), cfg.get("std"))
+    recorded = bool(loaded and settings[0] and settings[1])
+    mean, std = settings if recorded else (images.spec.mean, images.spec.std)
     return per_channel(mean, channels), per_channel(std, channels)
 
 
@@ -352,11 +352,11 @@ def _check_root(dataset: str, data: str | Path | None) -> None:
     prefix = next((prefix for prefix in PREFIXES if dataset.startswith(prefix)), "")
     if data is None or not prefix:
         return
-    root, where = given_root(data), dataset.removeprefix(prefix)
+    root, folder = given_root(data), dataset.removeprefix(prefix)
     # an absolute path is not below the root: Path(root) / "/photos" is /photos
-    if prefix == "imagefolder:" and (Path(where).is_absolute() or not (root / where).is_dir()):
+    if prefix == "imagefolder:" and (Path(folder).is_absolute() or not (root / folder).is_dir()):
         raise DataError(
-            f"{data} has no sub-folders of images per class, and no {where}, on which the model was trained",
+            f"{data} has no sub-folders of images per class, and no {folder}, on which the model was trained",
             f"name the images: --data imagefolder:{data}",
         )
 
@@ -372,9 +372,9 @@ def _load(
 ) -> tuple[ImageSet | StreamedSet, Crops | None]:
     """Images at the model's input size, or at the size that crops are taken from."""
     recipe = info.metadata.trained if info else RecipeRecord()
-    known = recipe.data.name == dataset
-    trained = recipe.data if known else DataRecord()
-    objects = None if known or multi else _object_size(net)
+    same_set = recipe.data.name == dataset
+    trained = recipe.data if same_set else DataRecord()
+    objects = None if same_set or multi else _object_size(net)
     augment = trained.augment
     depth, *model_size = model_input_size(net)
     channels = depth if depth in MODES else None
@@ -392,12 +392,12 @@ def _load(
     shared: dict[str, Any] = {"skipped": skipped, "channels": channels, "framing": model_framing(net)}
     read: Callable[..., ImageSet | StreamedSet] = partial(load_dataset, dataset, data=data, **shared)
     if objects and not composed:
-        found = read(split, size=objects, resize=objects if folder else None)
-        return _on_canvas(found, model_size), None
+        loaded = read(split, size=objects, resize=objects if folder else None)
+        return _on_canvas(loaded, model_size), None
     if model_size != native and size is None and not composed:
         size = (model_size[0], model_size[1])
     # As in training: the middle of images resized in the same way.
-    resize = _stored_size(net) if folder and not known else augment.resize
+    resize = _stored_size(net) if folder and not same_set else augment.resize
     side = resize
     seen, across = both_sides(size or (native[0] if native else (model_size[0], model_size[1])))
     if multi and seen != across:
@@ -409,10 +409,12 @@ def _load(
         side = round(seen * stored / native[0]) if stored and native else default_side(seen)
         size = size or seen
     drawn_from = None
-    if info and known and side == resize and size:
-        own = trained.size or (info.input_size[1], info.input_size[2])
+    if info and same_set and side == resize and size:
+        trained_size = trained.size or (info.input_size[1], info.input_size[2])
         drawn_from = (
-            info.metadata.dataset.sha256.get("train") if both_sides(size) == both_sides(own) else None
+            info.metadata.dataset.sha256.get("train")
+            if both_sides(size) == both_sides(trained_size)
+            else None
         )
     load = partial(read, size=size, resize=side)
     images = _read_split(dataset, split, data, trained, load, drawn_from)
@@ -496,9 +498,9 @@ def _in_classes_of(
     """
     spec = images.spec
     cfg: Any = getattr(net, "pretrained_cfg", None) or {}
-    own, names = tuple(cfg.get("label_names") or ()), tuple(spec.label_names)
+    trained_names, names = tuple(cfg.get("label_names") or ()), tuple(spec.label_names)
     classes = getattr(net, "num_classes", spec.num_classes)
-    if len(own) != classes or spec.multi_label:
+    if len(trained_names) != classes or spec.multi_label:
         if classes != spec.num_classes:
             raise CapszooError(
                 f"the model has {classes} classes, {spec.name} has {spec.num_classes}",
@@ -507,40 +509,40 @@ def _in_classes_of(
         by_order = spec.name.startswith(tuple(PREFIXES)) and not spec.multi_label
         note = f"the model has no names of classes: those of {spec.name} are compared by their order"
         return images, [note] if by_order else [], {}
-    if own == names:
+    if trained_names == names:
         return images, [], {}
-    places = torch.tensor([-1 if place is None else place for place in class_positions(own, names)])
+    places = torch.tensor([-1 if place is None else place for place in class_positions(trained_names, names)])
     counts = torch.bincount(images.labels, minlength=len(names)).tolist()
     unknown = {name: n for name, n, k in zip(names, counts, places.tolist(), strict=True) if k < 0 and n}
     if unknown and not skip_unknown:
-        raise _lacking(spec.name, list(unknown), own)
+        raise _lacking(spec.name, list(unknown), trained_names)
     notes = []
     if unknown:
         notes.append(
             f"{spec.name}: left out {sum(unknown.values()):,} images of classes that the model lacks: "
             f"{_listed(list(unknown))}"
         )
-        known = (places[images.labels] >= 0).nonzero().flatten()
-        if not len(known):
+        kept = (places[images.labels] >= 0).nonzero().flatten()
+        if not len(kept):
             raise CapszooError(
                 f"{spec.name} has no images of the model's classes", "check the names of its folders"
             )
-        images = images.fixed().subset(known)
+        images = images.fixed().subset(kept)
     labels = places[images.labels]
-    if set(own).isdisjoint(names):
+    if set(trained_names).isdisjoint(names):
         notes.append(
             f"{spec.name} has numbers in place of names of classes: they are compared by their order"
         )
-    if absent := [name for k, name in enumerate(own) if not bool((labels == k).any())]:
+    if absent := [name for k, name in enumerate(trained_names) if not bool((labels == k).any())]:
         notes.append(f"{spec.name} has no images of the model's {_listed(absent)}")
-    return replace(images, spec=replace(spec, label_names=own), labels=labels), notes, unknown
+    return replace(images, spec=replace(spec, label_names=trained_names), labels=labels), notes, unknown
 
 
-def _lacking(name: str, unknown: Sequence[str], own: Sequence[str]) -> CapszooError:
+def _lacking(name: str, unknown: Sequence[str], classes: Sequence[str]) -> CapszooError:
     """The error about a data set's classes that the model lacks; names that only look alike are told apart."""
     shown = []
     for kind in unknown:
-        alike = next(((k, found) for k in own if (found := spelling_difference(kind, k))), None)
+        alike = next(((k, difference) for k in classes if (difference := spelling_difference(kind, k))), None)
         shown.append(
             f"{kind!r}" + (f" (differs from the model's {alike[0]!r} in {alike[1]})" if alike else "")
         )
@@ -548,7 +550,7 @@ def _lacking(name: str, unknown: Sequence[str], own: Sequence[str]) -> CapszooEr
     return CapszooError(
         f"{name} has classes that the model lacks: {', '.join(shown[:5])}"
         + (f" and {len(shown) - 5} more" if len(shown) > 5 else "")
-        + f"; the model has {_listed(own)}",
+        + f"; the model has {_listed(classes)}",
         "rename the folders, or leave those images out (eval: --skip-unknown)",
     )
 
@@ -582,10 +584,10 @@ def _grey(pixels: Tensor) -> Tensor:
 def _object_size(net: nn.Module) -> int | None:
     """Side of the objects on a larger canvas that a network was trained with; None if images fill the frame."""
     cfg: Any = getattr(net, "pretrained_cfg", None) or {}
-    stated = own_facts(cfg).get("object_size")
-    if not stated or tuple(cfg["input_size"][1:]) != model_input_size(net)[1:]:
+    object_size = own_facts(cfg).get("object_size")
+    if not object_size or tuple(cfg["input_size"][1:]) != model_input_size(net)[1:]:
         return None
-    return int(stated[0])
+    return int(object_size[0])
 
 
 def _on_canvas(images: ImageSet | StreamedSet, size: Sequence[int]) -> ImageSet:

@@ -77,17 +77,17 @@ def paper_ids(info: WeightsInfo) -> list[str]:
 
 def _dataset(info: WeightsInfo) -> tuple[str, str, str]:
     """Name, title and source of the training data."""
-    found = info.metadata.dataset
-    if is_private_set(found.name):
-        return str(public(found.name)), PRIVATE_SET, ""
-    name = found.name or "unknown"
-    return name, found.title or name, found.source
+    dataset = info.metadata.dataset
+    if is_private_set(dataset.name):
+        return str(public(dataset.name)), PRIVATE_SET, ""
+    name = dataset.name or "unknown"
+    return name, dataset.title or name, dataset.source
 
 
 def _results(info: WeightsInfo) -> list[EvalResult]:
     """Our results; the papers' are in the card's text, because tools take each result here for this repository's."""
     name, title, _ = _dataset(info)
-    where: dict[str, Any] = dict(
+    common: dict[str, Any] = dict(
         task_type="image-classification",
         task_name="Image Classification",
         dataset_type=_hub_dataset(name) or name,
@@ -95,11 +95,11 @@ def _results(info: WeightsInfo) -> list[EvalResult]:
         metric_type="accuracy",
     )
     results = []
-    for split, found in info.metadata.metrics.items():
-        if split != "validation" and found.top1 is not None:
-            named = f"{counted(info)}, % (n = {found.n} images)"
+    for split, result in info.metadata.metrics.items():
+        if split != "validation" and result.top1 is not None:
+            named = f"{counted(info)}, % (n = {result.n} images)"
             results.append(
-                EvalResult(**where, metric_value=found.top1, metric_name=named, dataset_split=split)
+                EvalResult(**common, metric_value=result.top1, metric_name=named, dataset_split=split)
             )
     return results
 
@@ -127,7 +127,7 @@ def card_data(info: WeightsInfo) -> ModelCardData:
         library_name="capszoo",
         pipeline_tag="image-classification",
         tags=["image-classification", "capsule-network", "capszoo", "pytorch", info.architecture],
-        datasets=[found] if (found := _hub_dataset(name)) else None,
+        datasets=[dataset] if (dataset := _hub_dataset(name)) else None,
         base_model=_base_model(info),
         metrics=["accuracy"],
         model_name=info.name if results else None,
@@ -160,7 +160,7 @@ def model_card(
         pictures: which of ``CURVES`` and ``CONFUSION`` exist beside the card.
         local: for the folder of a run, which is not on the Hub.
     """
-    stated = info.metadata
+    metadata = info.metadata
     # without ./ a folder that has the name of a model would stand for the zoo's weights
     known_as = f"./{repo_id}" if local else f"hf-hub:{repo_id}"
     name, title, source = _dataset(info)
@@ -168,7 +168,7 @@ def model_card(
     papers = [paper_link(paper_id) for paper_id in paper_ids(info)]
     size = "×".join(map(str, info.input_size))
     from_paper = f" Paper: {', '.join(papers)}." if papers else ""
-    about = public(stated.description, "description") or f"{info.architecture} trained on {title}"
+    about = public(metadata.description, "description") or f"{info.architecture} trained on {title}"
     start = began_with(info)
     trained = (
         f"Fine-tuned from `{public_start(start)}` on" if start and not trained_further(info) else "Trained on"
@@ -180,7 +180,7 @@ def model_card(
         f"# {repo_id}",
         f"{about[0].upper()}{about[1:].rstrip('.')}: `{info.architecture}` of "
         f"[timm](https://github.com/huggingface/pytorch-image-models)'s registry once capszoo is imported, "
-        f"{stated.num_params or 0:,} parameters, for images of {size} (channels, height, width).{from_paper}",
+        f"{metadata.num_params or 0:,} parameters, for images of {size} (channels, height, width).{from_paper}",
         f"{trained} {title}"
         + (f" ({source})." if source not in ("", title) else ".")
         + (f" Classes: {shown}." if labels else ""),
@@ -249,17 +249,17 @@ def _other_names(info: WeightsInfo) -> str:
 
 def _classes(info: WeightsInfo) -> str:
     """Table of the accuracy of each class, if the metadata have it (``finetune`` writes it)."""
-    found = info.metadata.per_class
-    if not found:
+    per_class = info.metadata.per_class
+    if not per_class:
         return ""
-    lines = [f"| class | images of {found.split} | recall, % |", "|---|---:|---:|"]
-    for label, n, right in zip(info.label_names or (), found.images, found.right, strict=True):
+    lines = [f"| class | images of {per_class.split} | recall, % |", "|---|---:|---:|"]
+    for label, n, right in zip(info.label_names or (), per_class.images, per_class.right, strict=True):
         name = label.replace("|", "\\|")  # else it would end the cell
         lines.append(f"| {name} | {n:,} | {f'{100 * right / n:.1f}' if n else ''} |")
     table = "\n".join(lines)
     if len(lines) > MOST_ROWS + 2:
         table = f"<details><summary>By class</summary>\n\n{table}\n\n</details>"
-    worst = recall_line(found.split, info.label_names or (), found.right, found.images)
+    worst = recall_line(per_class.split, info.label_names or (), per_class.right, per_class.images)
     return f"{worst[0].upper()}{worst[1:]}.\n\n{table}" if worst else table
 
 
@@ -286,14 +286,14 @@ def _recipe_parts(recipe: dict[str, Any] | None) -> list[str]:
 
 
 def _provenance(info: WeightsInfo) -> str:
-    lines, stated = [], info.metadata
-    if stated.commit:
-        changed = " and changes that were not committed" if stated.commit.endswith("+changes") else ""
-        lines.append(f"- Code: commit `{stated.commit.removesuffix('+changes')}`{changed}")
-    versions = ", ".join(f"{key} {value}" for key, value in stated.versions.items())
+    lines, metadata = [], info.metadata
+    if metadata.commit:
+        changed = " and changes that were not committed" if metadata.commit.endswith("+changes") else ""
+        lines.append(f"- Code: commit `{metadata.commit.removesuffix('+changes')}`{changed}")
+    versions = ", ".join(f"{key} {value}" for key, value in metadata.versions.items())
     if versions:
         lines.append(f"- Versions: {versions}")
-    for split, digest in stated.dataset.sha256.items():
+    for split, digest in metadata.dataset.sha256.items():
         lines.append(f"- Fingerprint of the {split} images and labels: `{digest}`")
     return "\n".join(lines)
 

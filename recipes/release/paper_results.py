@@ -114,11 +114,11 @@ def _carved(info: WeightsInfo) -> int:
 def figures_table(info: WeightsInfo) -> list[str]:
     """Our and the papers' results as the lines of a markdown table."""
     lines = [f"| result | {counted(info)}, % | error, % | on |", "|---|---:|---:|---|"]
-    for split, found in info.metadata.metrics.items():
-        if found.top1 is None or found.n is None:
+    for split, result in info.metadata.metrics.items():
+        if result.top1 is None or result.n is None:
             continue
-        top1, n = found.top1, found.n
-        wrong = f", {found.errors:,} wrong" if found.errors is not None else ""
+        top1, n = result.top1, result.n
+        wrong = f", {result.errors:,} wrong" if result.errors is not None else ""
         held_out = split == "validation" and not _own_validation(info)
         which = "held out of the training set" if held_out else f"{split} set"
         lines.append(
@@ -135,8 +135,12 @@ def figures_table(info: WeightsInfo) -> list[str]:
 
 def seeds_note(info: WeightsInfo) -> str:
     """Mean and standard deviation over the seeds of a checkpoint's recipe, to append to its accuracy; else empty."""
-    found = info.metadata.seeds.test
-    return "" if found.sd is None else f"; {found.mean:.2f} ± {found.sd:.2f}, n = {len(found.values)} seeds"
+    accuracy = info.metadata.seeds.test
+    return (
+        ""
+        if accuracy.sd is None
+        else f"; {accuracy.mean:.2f} ± {accuracy.sd:.2f}, n = {len(accuracy.values)} seeds"
+    )
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -184,15 +188,15 @@ def shown(value: Any) -> str:
 
 def protocol_lines(info: WeightsInfo) -> list[str]:  # noqa: C901, PLR0912 - a list of independent lines
     """How the results were obtained, and differences from the papers' protocol, as a markdown list."""
-    stated = info.metadata
+    metadata = info.metadata
     lines = []
-    if stated.recipe:
-        kept = f"epoch {stated.epoch} of" if stated.epoch else "the last of"
-        seed = stated.recipe.seed if stated.seed is None else stated.seed
-        lines.append(f"- One run, seed {seed}; {kept} {stated.recipe.epochs} epochs.")
+    if metadata.recipe:
+        kept = f"epoch {metadata.epoch} of" if metadata.epoch else "the last of"
+        seed = metadata.recipe.seed if metadata.seed is None else metadata.seed
+        lines.append(f"- One run, seed {seed}; {kept} {metadata.recipe.epochs} epochs.")
         if note := seeds_note(info):
             lines[-1] += f" All seeds of this recipe, test {counted(info)} in %: {note.removeprefix('; ')}."
-        if stated.epoch:
+        if metadata.epoch:
             lines[-1] += " It was chosen by the validation images, whose accuracy is therefore optimistic."
         if any(word in figure.note for figure in paper_figures(info) for word in ("mean", "best")):
             lines[-1] += (
@@ -210,7 +214,7 @@ def protocol_lines(info: WeightsInfo) -> list[str]:  # noqa: C901, PLR0912 - a l
         )
     if counted(info) == "exact set":
         lines.append("- An image counts as correct if exactly its labels are predicted.")
-    if "test" in stated.metrics:
+    if "test" in metadata.metrics:
         again = start and Path(start).name.startswith(info.name)  # the same checkpoint, trained further
         looks = "at the end of both runs" if again else "once, at the end"
         lines.append(f"- The test set was evaluated {looks}. No epoch was selected by it.")
@@ -219,7 +223,7 @@ def protocol_lines(info: WeightsInfo) -> list[str]:  # noqa: C901, PLR0912 - a l
                 " The first run's accuracy on it was known when the second was started, and the better of the two is "
                 "here: this accuracy is slightly optimistic."
             )
-    validation = stated.metrics.get("validation")
+    validation = metadata.metrics.get("validation")
     held_out = validation.n if validation else _carved(info)
     if validation and _own_validation(info):
         lines.append(f"- The data set's validation split has {validation.n:,} images.")
@@ -237,13 +241,13 @@ def protocol_lines(info: WeightsInfo) -> list[str]:  # noqa: C901, PLR0912 - a l
         )
     elif info.name in list_recipes():
         lines.append("- Settings: the recipe's, without a profile.")
-    if stated.hardware:
-        seconds = stated.train_seconds
+    if metadata.hardware:
+        seconds = metadata.train_seconds
         took = f" in {seconds:,} s" if seconds else ""
-        lines.append(f"- Trained on {stated.hardware}{took}.")
-    if stated.storage != "float32":
-        which = "; the test accuracy is that of the stored file" if "test" in stated.metrics else ""
-        lines.append(f"- Stored in {stated.storage}{which}.")
+        lines.append(f"- Trained on {metadata.hardware}{took}.")
+    if metadata.storage != "float32":
+        which = "; the test accuracy is that of the stored file" if "test" in metadata.metrics else ""
+        lines.append(f"- Stored in {metadata.storage}{which}.")
     return lines
 
 
@@ -255,12 +259,12 @@ def twin_groups(names: list[str] | None = None) -> list[list[str]]:
     Args:
         names: candidate recipes; None uses all of the package.
     """
-    known = list_recipes() if names is None else sorted(names)
+    recipes = list_recipes() if names is None else sorted(names)
     groups = []
-    for base in known:
+    for base in recipes:
         twins = [
             name
-            for name in known
+            for name in recipes
             if name.startswith(f"{base}_") and Path(base).suffix and header_line(name, "Twin") != "none"
         ]
         if twins:

@@ -36,8 +36,10 @@ def default_tag(name: str) -> str:
 def is_private_set(name: str) -> bool:
     """True for a data set in a user's folder; False for a named one, MedMNIST, and a repository of the Hub."""
     prefix = next((prefix for prefix in PREFIXES if name.startswith(prefix)), "")
-    place = name.removeprefix(prefix)
-    repository = prefix == "hf:" and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", place) and not Path(place).is_dir()
+    source = name.removeprefix(prefix)
+    repository = (
+        prefix == "hf:" and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", source) and not Path(source).is_dir()
+    )
     return bool(prefix) and not repository and prefix != "medmnist:"
 
 
@@ -48,8 +50,8 @@ def public_start(weights: str) -> str:
     folder, _, last = weights.rpartition("/")
     # folders of the zoo's own recipes, which name no one
     ours = folder in ("", "runs") and last.removesuffix(".safetensors") in checkpoints()
-    known = ours or weights in architectures() or is_model(weights)
-    return weights if known or weights.startswith(("hf-hub:", "hf_hub:")) else PRIVATE
+    public_name = ours or weights in architectures() or is_model(weights)
+    return weights if public_name or weights.startswith(("hf-hub:", "hf_hub:")) else PRIVATE
 
 
 def public(value: Any, key: str = "") -> Any:

@@ -145,7 +145,7 @@ def sync_error(accelerator: Accelerator, failure: Exception | None) -> None:
         return
     code = getattr(failure, "exit_code", 1)
     gathered: list[Any] = gather_object([None if failure is None else (str(failure), code)])
-    failures = [(rank, *found) for rank, found in enumerate(gathered) if found is not None]
+    failures = [(rank, *reason) for rank, reason in enumerate(gathered) if reason is not None]
     if not failures:
         return
     rank, message, code = failures[0]

@@ -196,17 +196,22 @@ def _machines(out: Path) -> dict[str, Any]:
     parts: list[dict[str, Any]] = []
     images: Any = None  # sessions of earlier versions do not state them
     for session in read_sessions(out):
-        part = {key: session.get(key) for key in keys} | {"torch": session.get("versions", {}).get("torch")}
+        machine = {key: session.get(key) for key in keys} | {
+            "torch": session.get("versions", {}).get("torch")
+        }
         # sessions of earlier versions do not state it
-        part["channels_last"] = session.get("channels_last", True)
+        machine["channels_last"] = session.get("channels_last", True)
         if images is not None and session.get("data") not in (None, images):
-            part["other_images"] = session["data"]  # with --accept-data
+            machine["other_images"] = session["data"]  # with --accept-data
         images = images or session.get("data")
-        if parts and part["from_update"] == parts[-1]["from_update"]:
+        if parts and machine["from_update"] == parts[-1]["from_update"]:
             parts.pop()  # the session before made no update
-        if parts and part | {"from_update": None} == parts[-1] | {"from_update": None}:
+        if parts and machine | {"from_update": None} == parts[-1] | {"from_update": None}:
             continue  # a resume on the same machine with the same software
-        parts.append(part)
+        parts.append(machine)
     if len(parts) < 2:
         return {}
-    return {"hardware": "; ".join(dict.fromkeys(str(part["hardware"]) for part in parts)), "sessions": parts}
+    return {
+        "hardware": "; ".join(dict.fromkeys(str(machine["hardware"]) for machine in parts)),
+        "sessions": parts,
+    }

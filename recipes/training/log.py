@@ -108,13 +108,13 @@ def accuracy_line(split: str, accuracy: str, figures: Mapping[str, Any]) -> str:
 
 def _flat(tree: Mapping[str, Any], above: str = "") -> dict[str, str | int | float | bool]:
     """A tree of settings with dotted keys, and lists as text: what every tracker takes."""
-    found: dict[str, str | int | float | bool] = {}
+    entries: dict[str, str | int | float | bool] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping):
-            found |= _flat(value, f"{above}{key}.")
+            entries |= _flat(value, f"{above}{key}.")
         elif value is not None:
-            found[f"{above}{key}"] = value if isinstance(value, (str, int, float, bool)) else str(value)
-    return found
+            entries[f"{above}{key}"] = value if isinstance(value, (str, int, float, bool)) else str(value)
+    return entries
 
 
 class _LogConsole(Console):

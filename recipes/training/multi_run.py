@@ -84,9 +84,12 @@ class _Process:
 
 def _table(processes: list[_Process]) -> Table:
     table = Table("run", "state", "last line", box=None, pad_edge=False)
-    for one in processes:
+    for process in processes:
         table.add_row(
-            one.job.out.name, one.state, one.last_line(), style="red" if "failed" in one.state else ""
+            process.job.out.name,
+            process.state,
+            process.last_line(),
+            style="red" if "failed" in process.state else "",
         )
     return table
 
@@ -128,19 +131,19 @@ def run_jobs(jobs: Sequence[Job], parallel: int | None = None) -> None:
     with StopRequest() as stop, Live(console=console, auto_refresh=False, transient=True) as live:
         try:
             stopping, killed = False, float("inf")
-            while waiting or any(one.running for one in processes):
+            while waiting or any(process.running for process in processes):
                 if stop.number and not stopping:
                     stopping, waiting = True, []
                     console.print(
                         "stopping: each run finishes its current update and saves a checkpoint", markup=False
                     )
-                    for one in processes:
-                        if one.running:
-                            one.process.send_signal(signal.SIGTERM)
+                    for process in processes:
+                        if process.running:
+                            process.process.send_signal(signal.SIGTERM)
                     killed = time.monotonic() + STOP_SECONDS
                 if time.monotonic() > killed:  # one that hangs must not cost the states of the others
                     _kill(processes)
-                while waiting and sum(one.running for one in processes) < parallel:
+                while waiting and sum(process.running for process in processes) < parallel:
                     job = waiting.pop(0)
                     try:
                         processes.append(_start(job, environment))
@@ -160,12 +163,12 @@ def run_jobs(jobs: Sequence[Job], parallel: int | None = None) -> None:
     _tell(processes, console)
     _tell_rate(console, _images(jobs) - images, time.monotonic() - began)
     failed = [
-        one.job.out.name
-        for one in processes
-        if one.process.returncode and not (stopping and one.process.returncode in STOPPED)
+        process.job.out.name
+        for process in processes
+        if process.process.returncode and not (stopping and process.process.returncode in STOPPED)
     ]
     if stop.number:
-        count = sum(one.process.returncode in STOPPED for one in processes)
+        count = sum(process.process.returncode in STOPPED for process in processes)
         raise Stopped(
             f"stopped {count} of {len(processes)} runs"
             + (f", {len(failed)} failed: {', '.join(failed)}" if failed else "")
@@ -181,17 +184,21 @@ def run_jobs(jobs: Sequence[Job], parallel: int | None = None) -> None:
 
 
 def _kill(processes: list[_Process]) -> None:
-    for one in processes:
-        if one.running:
-            one.process.kill()
+    for process in processes:
+        if process.running:
+            process.process.kill()
 
 
 def _tell(processes: list[_Process], console: Any) -> None:
     """Report once how each ended run has ended."""
-    for one in processes:
-        if not one.running and not one.told:
-            one.told = True
-            console.print(f"{one.job.out.name}: {one.state}: {one.last_line()}", soft_wrap=True, markup=False)
+    for process in processes:
+        if not process.running and not process.told:
+            process.told = True
+            console.print(
+                f"{process.job.out.name}: {process.state}: {process.last_line()}",
+                soft_wrap=True,
+                markup=False,
+            )
 
 
 def _images(jobs: Sequence[Job]) -> int:

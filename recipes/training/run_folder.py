@@ -162,7 +162,9 @@ class FolderBefore:
         self.out = out
         self.unused = is_unused(out)
         self.entries = set(out.iterdir()) if out.is_dir() else set()
-        self.missing = [place for place in (out, *out.parents) if not place.exists()]  # the innermost first
+        self.missing = [
+            parent for parent in (out, *out.parents) if not parent.exists()
+        ]  # the innermost first
 
     def restore(self) -> None:
         """Remove what has come into the folder; nothing if it held a run before."""
@@ -174,9 +176,9 @@ class FolderBefore:
             else:
                 with suppress(OSError):
                     entry.unlink()
-        for place in self.missing:
+        for parent in self.missing:
             with suppress(OSError):  # not empty
-                place.rmdir()
+                parent.rmdir()
 
 
 #: Files of a run besides its recipe.
@@ -314,10 +316,12 @@ def _differences(old: Any, new: Any, prefix: str) -> list[tuple[str, Any, Any]]:
 
 def read_sessions(out: Path) -> list[dict[str, Any]]:
     """The sessions that a run's ``sessions.json`` states, oldest first; none if it cannot be read."""
-    stated: Any = []
+    sessions: Any = []
     with suppress(OSError, ValueError, RecursionError):
-        stated = json.loads((out / "sessions.json").read_text(encoding="utf-8"))
-    return [session for session in stated if isinstance(session, dict)] if isinstance(stated, list) else []
+        sessions = json.loads((out / "sessions.json").read_text(encoding="utf-8"))
+    return (
+        [session for session in sessions if isinstance(session, dict)] if isinstance(sessions, list) else []
+    )
 
 
 def note_session(out: Path, session: dict[str, Any]) -> None:

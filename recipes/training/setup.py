@@ -159,12 +159,12 @@ def load_data(
     else:
         stratified = settings.validation == "stratified"
         training, validation = split_validation(whole, settings.val_size, settings.val_seed, stratified)
-    own = {"train": whole, "val": validation if settings.validation == "own" else None, "test": test}
-    check_classes({split: part for split, part in own.items() if part is not None})
+    by_split = {"train": whole, "val": validation if settings.validation == "own" else None, "test": test}
+    check_classes({split: part for split, part in by_split.items() if part is not None})
     if settings.limit:
         training = training.subset(_limited(len(training), settings))
-    fingerprints = {split: part.fingerprint() for split, part in own.items() if part is not None}
-    same = own["val"] is not None and fingerprints["val"] == fingerprints.get("test")
+    fingerprints = {split: part.fingerprint() for split, part in by_split.items() if part is not None}
+    same = by_split["val"] is not None and fingerprints["val"] == fingerprints.get("test")
     # the fingerprint of a streamed set is that of its labels: both splits may have the same ones
     if same and not (
         settings.name.startswith(tuple(PREFIXES)) and "test" in find_splits(settings.name, data)
@@ -172,7 +172,7 @@ def load_data(
         raise DataError(
             f"{settings.name} has no test split besides val, which may choose the epoch: set data.test=false"
         )
-    counts = {split: len(part) for split, part in own.items() if part is not None}
+    counts = {split: len(part) for split, part in by_split.items() if part is not None}
     return RunData(training, validation, test, fingerprints, tuple(skipped), counts)
 
 
@@ -295,13 +295,13 @@ def _freeze(recipe: Recipe, net: Any, parts: tuple[str, ...]) -> None:
     on_backbone = recipe.init is not None and recipe.init.weights.startswith(BACKBONE)
     modules |= {"body": body, "all": body if on_backbone else net}
     modules.pop("", None)  # the net itself
-    for part in parts:
-        if part not in modules:
-            raise RecipeError(f"{recipe.name}: init.freeze: {unknown_name('module', part, modules)}")
-        modules[part].requires_grad_(False)
+    for name in parts:
+        if name not in modules:
+            raise RecipeError(f"{recipe.name}: init.freeze: {unknown_name('module', name, modules)}")
+        modules[name].requires_grad_(False)
     net.get_classifier().requires_grad_(True)
     decoder = getattr(net, "decoder", None)
-    named = any(part.split(".")[0] == "decoder" for part in parts)
+    named = any(name.split(".")[0] == "decoder" for name in parts)
     if isinstance(decoder, nn.Module) and recipe.init is not None and recipe.init.new_classes and not named:
         decoder.requires_grad_(True)
     if not any(parameter.requires_grad for parameter in net.parameters()):
@@ -356,9 +356,9 @@ def create_optimizer(
             **settings.options,
         )
     except (AssertionError, TypeError, ValueError) as error:
-        known = [str(name) for name in list_optimizers()]
-        if settings.name.lower().rpartition("_")[2] not in known and settings.name.lower() not in known:
-            raise RecipeError(f"{recipe.name}: {unknown_name('optimizer', settings.name, known)}") from error
+        names = [str(name) for name in list_optimizers()]
+        if settings.name.lower().rpartition("_")[2] not in names and settings.name.lower() not in names:
+            raise RecipeError(f"{recipe.name}: {unknown_name('optimizer', settings.name, names)}") from error
         raise RecipeError(f"{recipe.name}: optimizer {settings.name}: {error}") from error
     if getattr(optimizer, "is_second_order", False):
         raise RecipeError(

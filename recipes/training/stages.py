@@ -60,9 +60,9 @@ def all_stages(recipe: Recipe) -> list[Stage]:
     """The stages of a recipe in order; the last is at the full size."""
     stages: list[Stage] = []
     begin = 0
-    for number, part in enumerate(recipe.stages):
-        stages.append(Stage(number, part.size, begin, begin + part.epochs, part.cutout))
-        begin += part.epochs
+    for number, stage in enumerate(recipe.stages):
+        stages.append(Stage(number, stage.size, begin, begin + stage.epochs, stage.cutout))
+        begin += stage.epochs
     return [*stages, Stage(len(stages), recipe.data.size, begin, recipe.epochs)]
 
 
@@ -121,8 +121,8 @@ def fit_weights(
         if hasattr(net, "fit_to_size"):
             fitted: tuple[dict[str, Tensor], tuple[str, ...]] = net.fit_to_size(weights, size)  # type: ignore[operator]
             return fitted
-        own = net.state_dict()
-        unfit = [name for name, value in weights.items() if own[name].shape != value.shape]
+        state = net.state_dict()
+        unfit = [name for name, value in weights.items() if state[name].shape != value.shape]
         if unfit:
             raise ValueError(
                 f"{unfit[0]} depends on the image size, and {type(net).__name__} has no rule for it"

@@ -156,7 +156,7 @@ def _update(run: Run, state: TrainState, batch: Batch) -> Tensor:
     """Update the weights once from one batch, in parts; add to ``state.sums`` and return the mean loss (a scalar)."""
     recipe, accelerator = run.recipe, run.accelerator
     mean_loss = torch.zeros((), device=run.device)
-    known = run.data.training.spec.labels_per_image
+    labels_per_image = run.data.training.spec.labels_per_image
     threshold = score_threshold(recipe.loss.name)
     for number, part in enumerate(batch.chunk(recipe.accumulate), start=1):
         share = len(part.labels) / len(batch.labels)
@@ -167,7 +167,7 @@ def _update(run: Run, state: TrainState, batch: Batch) -> Tensor:
             loss, scores = state.ddp_module(images, *part[1:])
             accelerator.backward(loss * share)
         mean_loss += loss.detach() * share
-        state.sums[1] += all_right(scores.detach(), part.labels, known, threshold).sum()
+        state.sums[1] += all_right(scores.detach(), part.labels, labels_per_image, threshold).sum()
     if recipe.clip_grad:
         accelerator.clip_grad_norm_(state.ddp_module.parameters(), recipe.clip_grad)
     state.optimizer.step()

@@ -55,31 +55,31 @@ def open_set(
     Images of folders and repositories are framed at ``resize``, by default 8/7 of ``size``, whose default is 224.
     Images of idx and parquet files keep their size unless one is given.
     """
-    kind, _, where = name.partition(":")
+    kind, _, source = name.partition(":")
     if split not in SPLITS:
         raise DataError(f"unknown split '{split}' of {name}: there are train, val, test")
     if kind == "hf":
-        return open_hub(name, where, split, data, size, resize, download, skipped, channels, framing)
+        return open_hub(name, source, split, data, size, resize, download, skipped, channels, framing)
     if kind == "wds":
-        return open_shards(name, where, split, data, size, resize, skipped, channels, framing)
+        return open_shards(name, source, split, data, size, resize, skipped, channels, framing)
     if kind == "csv":
-        return open_table(name, where, split, data, size, resize, skipped, channels, framing)
+        return open_table(name, source, split, data, size, resize, skipped, channels, framing)
     if kind == "imagefolder":
-        folder = locate(name, where, data)
+        folder = locate(name, source, data)
         return open_images(
             name, folder, split, size, resize, skipped=skipped, channels=channels, framing=framing
         )
     framing = framing or Framing(value_range="set")
     if kind == "medmnist":
-        facts = medmnist_set(where)
-        if download is not None and medmnist_file(where, data) is None:
+        facts = medmnist_set(source)
+        if download is not None and medmnist_file(source, data) is None:
             data = fetch(name, split, download)
-        found = Packed(*read_medmnist(where, split, data), facts.label_names)
+        packed = Packed(*read_medmnist(source, split, data), facts.label_names)
     elif kind == "parquet":
-        found = read_packed_parquet(locate(name, where, data), split, size, resize, channels, framing)
+        packed = read_packed_parquet(locate(name, source, data), split, size, resize, channels, framing)
     else:
-        found = read_idx(locate(name, where, data), split)
-    images, labels, label_names = found.images, found.labels, found.label_names
+        packed = read_idx(locate(name, source, data), split)
+    images, labels, label_names = packed.images, packed.labels, packed.label_names
     if int(labels.min()) < 0 or int(labels.max()) >= len(label_names):
         run = f"labels run from {int(labels.min())} to {int(labels.max())}"
         raise DataError(
@@ -87,36 +87,36 @@ def open_set(
         )
     rows, columns = images.shape[-2:]
     spec = folder_spec(name, label_names, (images.shape[1], rows, columns), len(images), split)
-    cropped = found.cropped
-    if found.size:
-        spec = replace(spec, input_size=(images.shape[1], *found.size))
+    cropped = packed.cropped
+    if packed.size:
+        spec = replace(spec, input_size=(images.shape[1], *packed.size))
     elif size or resize:
         spec, side = sized(spec, size, resize)
         cropped = cropped or cropped_share((columns, rows), side, crop_mode=framing.crop_mode)
         images = frame(images, side, framing.crop_mode, framing.mean or spec.mean)
     # labels of several classes are zeros and ones [n, classes]
     counted = None if labels.ndim == 2 else 1
-    spec = replace(spec, cropped=cropped, value_range=found.value_range, labels_per_image=counted)
+    spec = replace(spec, cropped=cropped, value_range=packed.value_range, labels_per_image=counted)
     return ImageSet(spec, split, images, labels)
 
 
 def find_splits(name: str, data: str | Path | None = None, download: str | Path | None = None) -> set[str]:
     """Which of train, val and test a set given by a path or repository has, each under a separate name."""
-    kind, _, where = name.partition(":")
-    own: dict[str, tuple[str, ...]] = {**SPLITS, "test": ("test",)}
+    kind, _, source = name.partition(":")
+    split_names: dict[str, tuple[str, ...]] = {**SPLITS, "test": ("test",)}
     if kind == "hf":
-        found, _ = hub_splits(name, where, data, download)
-        return {split for split, names in own.items() if any(name in found for name in names)}
+        names_there, _ = hub_splits(name, source, data, download)
+        return {split for split, names in split_names.items() if any(name in names_there for name in names)}
     if kind == "wds":
-        every = find_shards(name, where, data)
-        return {split for split, names in own.items() if shards_of_split(every, names, SPLIT_NAMES)}
+        every = find_shards(name, source, data)
+        return {split for split, names in split_names.items() if shards_of_split(every, names, SPLIT_NAMES)}
     if kind == "csv":
-        return table_splits(name, where, data)
+        return table_splits(name, source, data)
     if kind == "medmnist":
-        medmnist_set(where)
-        return set(own)
-    folder = locate(name, where, data)
+        medmnist_set(source)
+        return set(split_names)
+    folder = locate(name, source, data)
     if kind == "idx":
         return {split for split, stem in (("train", "train"), ("test", "t10k")) if idx_pair(folder, stem)}
     look: Callable[[Path, Sequence[str]], Any] = parquet_shards if kind == "parquet" else split_folder
-    return {split for split, names in own.items() if look(folder, names)}
+    return {split for split, names in split_names.items() if look(folder, names)}

@@ -54,17 +54,17 @@ SPLIT_NAMES = frozenset(name for names in SPLITS.values() for name in names)
 _IMAGENET_MEAN, _IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
-def locate(name: str, where: str, data: str | Path | None) -> Path:
+def locate(name: str, source: str, data: str | Path | None) -> Path:
     """The folder below a data folder, or the one itself; that one first if no data folder is given.
 
     Raises:
         DataError: there is neither, or no folder ``data``.
     """
-    itself = expanded(where)
+    itself = expanded(source)
     places = (
-        [given_root(data) / where, itself]
+        [given_root(data) / source, itself]
         if data
-        else [itself, *(root / where for root in environment_roots())]
+        else [itself, *(root / source for root in environment_roots())]
     )
     folder = next((place for place in places if place.is_dir()), None)
     if folder is None:
@@ -95,7 +95,9 @@ def folder_spec(
 Label = int | str
 
 
-def encode_labels(labels: Sequence[Label], training: Iterable[Label], where: str) -> tuple[Tensor, list[str]]:
+def encode_labels(
+    labels: Sequence[Label], training: Iterable[Label], source: str
+) -> tuple[Tensor, list[str]]:
     """Class indices [n] of labels, and the names of the classes, which are the labels of the training images.
 
     Numbers are in their order, so that those from 0 on are their own indices; names are in alphabetical order.
@@ -103,7 +105,7 @@ def encode_labels(labels: Sequence[Label], training: Iterable[Label], where: str
     Args:
         labels: of a split.
         training: labels of the training split.
-        where: name of the split in error messages.
+        source: name of the split in error messages.
 
     Raises:
         DataError: a label is empty, or does not occur in training.
@@ -111,27 +113,27 @@ def encode_labels(labels: Sequence[Label], training: Iterable[Label], where: str
     texts = [unicodedata.normalize("NFC", str(label)) for label in labels]
     kinds = {unicodedata.normalize("NFC", str(label)) for label in training}
     if any(not text.strip() for text in (*texts, *kinds)):
-        raise DataError(f"{where}: some images have an empty label: it cannot be trained or tested on")
+        raise DataError(f"{source}: some images have an empty label: it cannot be trained or tested on")
     if all(kind.isascii() and kind.isdigit() and len(kind) < 19 for kind in kinds):
         names = sorted(kinds, key=lambda kind: (int(kind), kind))
     else:
         names = sorted(kinds)
     if len(names) > MAX_LABEL:
         raise DataError(
-            f"{where}: {len(names):,} different labels are no classes: name the column of labels label"
+            f"{source}: {len(names):,} different labels are no classes: name the column of labels label"
         )
     index = {kind: k for k, kind in enumerate(names)}
     unknown = next((text for text in texts if text not in index), None)
     if unknown is not None:
         raise DataError(
-            f"{where} has the label {unknown[:100]!r}, which no training image has{look_alike(unknown, names)}"
+            f"{source} has the label {unknown[:100]!r}, which no training image has{look_alike(unknown, names)}"
         )
     return torch.tensor([index[text] for text in texts], dtype=torch.int64), names
 
 
-def look_alike(name: str, known: Iterable[str]) -> str:
+def look_alike(name: str, names: Iterable[str]) -> str:
     """A note for an error about a name that is not known, if it only looks like a known one."""
-    differences = ((one, spelling_difference(name, one)) for one in known)
+    differences = ((one, spelling_difference(name, one)) for one in names)
     one, difference = next(((one, difference) for one, difference in differences if difference), ("", ""))
     return f" (it differs from {one!r} in {difference})" if difference else ""
 
@@ -240,10 +242,10 @@ def look_at_training(
         image_at, count, channels: as for ``look_at_set``.
         framing: as asked for; None: one range for the set.
     """
-    known = framing.value_range if framing else "set"
-    if known == "set":
+    value_range = framing.value_range if framing else "set"
+    if value_range == "set":
         return look_at_set(image_at, count, channels)
-    return SetLook(channels or look_at_set(image_at, count, ranges=False).channels, known)
+    return SetLook(channels or look_at_set(image_at, count, ranges=False).channels, value_range)
 
 
 def settled(

@@ -141,8 +141,8 @@ def _labels(name: str, part: str, rows: Any, training: Any, column: str) -> tupl
         raise DataError(f"{name}: some images of {part} have no label: it cannot be trained or tested on")
     names = getattr(rows.features[column], "names", None)
     if names is None:
-        known = {value for value in training[column][:] if _is_label(value)}
-        return encode_labels(values, known, f"{name} ({part})")
+        trained = {value for value in training[column][:] if _is_label(value)}
+        return encode_labels(values, trained, f"{name} ({part})")
     if max(values, default=0) >= len(names):
         raise DataError(f"{name} ({part}): a label is {max(values)}, but there are {len(names)} class names")
     return torch.tensor(values, dtype=torch.int64), names

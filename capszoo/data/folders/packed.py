@@ -65,8 +65,8 @@ def read_idx(folder: Path, split: str) -> Packed:
         raise DataError(f"{pair[0]} has {len(images)} images, {pair[1]} {len(labels)} labels")
     # Both splits must have the same classes, whichever is requested.
     training = idx_pair(folder, "train") if split != "train" else pair
-    known = read_idx_pair(training)[1] if training and training != pair else labels
-    encoded, label_names = encode_labels(labels.tolist(), known.unique().tolist(), f"{folder} ({split})")
+    trained = read_idx_pair(training)[1] if training and training != pair else labels
+    encoded, label_names = encode_labels(labels.tolist(), trained.unique().tolist(), f"{folder} ({split})")
     return Packed(images, encoded, label_names)
 
 
@@ -104,17 +104,17 @@ def read_packed_parquet(
             f"{folder}: {total / 2**30:.1f} GB of parquet are too much for memory: use hf:{folder}"
         )
     # Colour, size and classes come from the training split, so that all splits agree.
-    known = framing.value_range if framing else "set"
-    training = survey_parquet(parquet_shards(folder, SPLITS["train"]) or shards, ranges=known == "set")
-    value_range = training.value_range if known == "set" else known
+    framed_range = framing.value_range if framing else "set"
+    training = survey_parquet(parquet_shards(folder, SPLITS["train"]) or shards, ranges=framed_range == "set")
+    value_range = training.value_range if framed_range == "set" else framed_range
     framing = replace(framing or Framing(), value_range=value_range)
     side, model_size = ((resize or size) if size else None), None
     if side is None and len(training.sizes) > 1:
         model_size, side = sides(size, resize)
     images, labels = read_labelled_parquet(shards, channels or training.channels, side, framing=framing)
-    stated = parquet_label_names(shards[0])
-    if stated and not any(isinstance(label, str) for label in labels):
-        numbers, label_names = torch.tensor(labels, dtype=torch.int64), list(stated)
+    feature_names = parquet_label_names(shards[0])
+    if feature_names and not any(isinstance(label, str) for label in labels):
+        numbers, label_names = torch.tensor(labels, dtype=torch.int64), list(feature_names)
     else:
         numbers, label_names = encode_labels(labels, training.labels, f"{folder} ({split})")
     stored, mode = (images.shape[2], images.shape[3]), framing.crop_mode

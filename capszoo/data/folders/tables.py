@@ -36,11 +36,11 @@ class _Row:
     split: str
 
 
-def _locate(name: str, where: str, data: str | Path | None) -> Path:
+def _locate(name: str, source: str, data: str | Path | None) -> Path:
     """The table, below a data folder or as a path."""
     roots = [given_root(data)] if data else environment_roots()
-    places = [root / where for root in roots]
-    places.insert(len(places) if data else 0, expanded(where))
+    places = [root / source for root in roots]
+    places.insert(len(places) if data else 0, expanded(source))
     table = next((place for place in places if place.is_file()), None)
     if table is None:
         raise DataError(f"{name}: no such file: {', '.join(dict.fromkeys(map(str, places)))}")
@@ -140,14 +140,14 @@ def _splits(rows: Sequence[_Row]) -> dict[str, list[_Row]]:
     return rows_of
 
 
-def table_splits(name: str, where: str, data: str | Path | None) -> set[str]:
+def table_splits(name: str, source: str, data: str | Path | None) -> set[str]:
     """Which of train, val and test a table has."""
-    return set(_splits(_read(_locate(name, where, data)))) & SPLITS.keys()
+    return set(_splits(_read(_locate(name, source, data)))) & SPLITS.keys()
 
 
 def open_table(
     name: str,
-    where: str,
+    source: str,
     split: str,
     data: str | Path | None,
     size: Side | None,
@@ -157,7 +157,7 @@ def open_table(
     framing: Framing | None = None,
 ) -> ImageSet | StreamedSet:
     """A split of the images that a table names; without a column of splits all are training images."""
-    table = _locate(name, where, data)
+    table = _locate(name, source, data)
     files = _Files(table.parent)
     parts = _splits(_read(table, files))
     part = next((key for key in (split, *(["val"] if split == "test" else [])) if key in parts), None)

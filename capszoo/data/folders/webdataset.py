@@ -62,14 +62,14 @@ class _Members:
         return f"{names}\n{digest} {framing_text(self.side, self.framing)}"
 
 
-def find_shards(name: str, where: str, data: str | Path | None) -> list[Path]:
+def find_shards(name: str, source: str, data: str | Path | None) -> list[Path]:
     """All shards that ``wds:`` and a path name; for a folder, including those in its split sub-folders."""
-    where = where.replace("\\", "/") if os.name == "nt" else where
-    last = where.rpartition("/")[2]
+    source = source.replace("\\", "/") if os.name == "nt" else source
+    last = source.rpartition("/")[2]
     if any(c in last for c in "{*?["):
-        parent = where[: -len(last) - 1] or ("/" if where.startswith("/") else ".")
+        parent = source[: -len(last) - 1] or ("/" if source.startswith("/") else ".")
         return expand_shards(name, locate(name, parent, data), last)
-    folder = locate(name, where, data)
+    folder = locate(name, source, data)
     subs = [sub for sub in folder.iterdir() if sub.name.casefold() in SPLIT_NAMES and sub.is_dir()]
     shards = sorted(
         path
@@ -103,15 +103,17 @@ def _stated_names(index: ShardIndex) -> list[str]:
 
 def _classes(index: ShardIndex, training: ShardIndex, where: str) -> tuple[Tensor, list[str]]:
     """Class indices of a split's images, and the names of the classes."""
-    stated = _stated_names(index)
-    if not stated:
+    class_names = _stated_names(index)
+    if not class_names:
         return encode_labels(index.written(), training.kinds(), where)
     if index.names or training.names:
-        return encode_labels(index.written(), stated, where)
+        return encode_labels(index.written(), class_names, where)
     top = int(max(index.labels.max(), training.labels.max()))
-    if top >= len(stated):
-        raise DataError(f"{where}: classes.txt has {len(stated)} lines, but the shards have the label {top}")
-    return torch.from_numpy(index.labels), stated
+    if top >= len(class_names):
+        raise DataError(
+            f"{where}: classes.txt has {len(class_names)} lines, but the shards have the label {top}"
+        )
+    return torch.from_numpy(index.labels), class_names
 
 
 def open_shards(

@@ -104,9 +104,9 @@ def _processor() -> str:
 def _folder() -> Path:
     """``capszoo`` in torch's folder for compiled extensions; a new temporary one where that cannot be written."""
     try:
-        stated = os.environ.get("TORCH_EXTENSIONS_DIR")
+        setting = os.environ.get("TORCH_EXTENSIONS_DIR")
         cache = os.environ.get("XDG_CACHE_HOME")
-        root = Path(stated) if stated else Path(cache or Path.home() / ".cache") / "torch_extensions"
+        root = Path(setting) if setting else Path(cache or Path.home() / ".cache") / "torch_extensions"
         folder = root / "capszoo"
         folder.mkdir(parents=True, exist_ok=True)
         if os.access(folder, os.W_OK):

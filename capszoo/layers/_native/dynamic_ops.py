@@ -91,17 +91,17 @@ def _dynamic_in_lanes_backward(
     terms = totals.new_empty(parents, groups, totals.shape[4], 2 * num_iters - 1, totals.shape[3])
     for t in range(num_iters - 1, 0, -1):
         of_total, of_sum = _through_squash(of_poses[t], totals[t]), torch.empty_like(totals[t])
-        given = (
+        saved = (
             couplings[t - 1],
             of_total,
             None if grad_couplings is None else grad_couplings[t - 1].contiguous(),
         )
 
         def compute(
-            _: int, first: int, last: int, given: Any = given, out: Any = (of_logits[t - 1], of_sum)
+            _: int, first: int, last: int, saved: Any = saved, out: Any = (of_logits[t - 1], of_sum)
         ) -> None:
             sizes = (first, last, routings, children, parents)
-            code.dynamic_pass_backward(*arguments(x, blocks, *given, *sizes, *out))
+            code.dynamic_pass_backward(*arguments(x, blocks, *saved, *sizes, *out))
 
         in_threads(compute, groups)
         for k in range(t):
@@ -170,8 +170,8 @@ def _keep(ctx: Any, inputs: Tuple[Any, ...], output: Tuple[Tensor, ...]) -> None
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, *given: Optional[Tensor]) -> Tuple[Optional[Tensor], ...]:
-    grad_x, grad_weight = _dynamic_in_lanes_backward(*ctx.saved_tensors, given[0], given[1])
+def _backward(ctx: Any, *gradients: Optional[Tensor]) -> Tuple[Optional[Tensor], ...]:
+    grad_x, grad_weight = _dynamic_in_lanes_backward(*ctx.saved_tensors, gradients[0], gradients[1])
     return grad_x, grad_weight, None, None
 
 

@@ -148,7 +148,7 @@ def _routing_pass_backward(
 ) -> List[Tensor]:
     """Gradients of the seven tensors of :func:`routing_pass`; empty for those that are None."""
     tensors = _contiguous(rows, activations, weight, mean, precision, pull, height)
-    given = _contiguous(mass, sums, grad_mass, grad_sums, grad_squares, grad_couplings)
+    incoming = _contiguous(mass, sums, grad_mass, grad_sums, grad_squares, grad_couplings)
     grads = _like(rows, activations, weight, mean, precision, pull, height)
     count, parents = mean.shape[:2]
     # every thread adds to a gradient of the transforms of its own
@@ -157,7 +157,7 @@ def _routing_pass_backward(
 
     def compute(part: int, first: int, last: int) -> None:
         results = (*grads[:2], of_weight[part], *grads[3:])
-        function(*arguments(*tensors, idle, first, last, children, parents, *given, *results))
+        function(*arguments(*tensors, idle, first, last, children, parents, *incoming, *results))
 
     in_threads(compute, count)
     for more in of_weight[1:]:
@@ -204,10 +204,10 @@ def _keep(ctx: Any, inputs: Tuple[Any, ...], output: Tuple[Tensor, ...]) -> None
     ctx.idle, ctx.children, ctx.squares, ctx.fresh, ctx.need_couplings = inputs[7:12]
 
 
-def _backward(ctx: Any, *given: Optional[Tensor]) -> Tuple[Optional[Tensor], ...]:
-    refuse_batched_gradient(*given)
+def _backward(ctx: Any, *gradients: Optional[Tensor]) -> Tuple[Optional[Tensor], ...]:
+    refuse_batched_gradient(*gradients)
     *tensors, mass, sums = ctx.saved_tensors
-    grad_mass, grad_sums, grad_squares, grad_couplings = given
+    grad_mass, grad_sums, grad_squares, grad_couplings = gradients
     grads = _routing_pass_backward(
         *tensors,
         ctx.idle,

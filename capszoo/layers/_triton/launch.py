@@ -293,8 +293,8 @@ class Pass:
         def grid(meta: dict[str, Any]) -> tuple[int, int]:
             return triton.cdiv(self.count, meta["KB"] // depth), parts
 
-        given = _given(grad_sums, grad_couplings)
-        tensors = (self.children, self.weight, self.parents, *given, windows, grad_weight)
+        incoming = _given(grad_sums, grad_couplings)
+        tensors = (self.children, self.weight, self.parents, *incoming, windows, grad_weight)
         self._launch("grad_children_kernel", grid, tensors, part=part, COUPLINGS=grad_couplings is not None)
         return self._fold(windows), grad_weight.sum(dim=0).to(self.weight.dtype)
 

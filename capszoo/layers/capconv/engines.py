@@ -253,8 +253,8 @@ class OneConvolution(Engine):
         if reason := super().refusal(layer, call, forced):
             return reason
         master, skip = layer.type1.conv, layer.skip
-        known = type(master) is CapGroupConv2d and type(skip) is XavierConv2d
-        if not known or not all(is_plain(module) for module in (master, skip, layer.type1)):
+        ours = type(master) is CapGroupConv2d and type(skip) is XavierConv2d
+        if not ours or not all(is_plain(module) for module in (master, skip, layer.type1)):
             return "needs the original convolutions, without hooks"
         if forced:
             return ""

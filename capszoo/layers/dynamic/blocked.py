@@ -82,18 +82,18 @@ def route_votes(
         stored). All are float32 for half precision, else of the type of ``x``.
     """
     poses, couplings, totals, votes = _results(x, weight, out_caps, num_iters)
-    given = None if start is None else upcast_half(start)
+    start_logits = None if start is None else upcast_half(start)
     room = Blocks(x, weight, out_caps)
     for block in room.slices:
         some = room.votes(block, votes[block] if len(votes) else None)
-        first = _first(some, given, axis)
+        first = _first(some, start_logits, axis)
         totals[0, block] = _weighted_sum(first, some)
         pose, pose_sum = squash(totals[0, block]), torch.zeros_like(poses[block])
         for t in range(1, num_iters):
             pose_sum += pose
             logits = _agreement(some, pose_sum)
-            if given is not None:
-                logits += given
+            if start_logits is not None:
+                logits += start_logits
             c = torch.softmax(logits, dim=axis, out=couplings[t - 1, block])
             totals[t, block] = _weighted_sum(c, some)
             pose = squash(totals[t, block])
@@ -114,7 +114,7 @@ def _route_votes_backward(
     grad_couplings: Optional[Tensor],
 ) -> Tuple[Tensor, Tensor, Tensor]:
     """Gradients of children, transforms and first logits (zeros where absent)."""
-    given = None if start is None else upcast_half(start)
+    start_logits = None if start is None else upcast_half(start)
     grad_x, grad_weight = x.new_empty(x.shape), totals.new_zeros(weight.shape)
     grad_start = totals.new_zeros(couplings.shape[2:])
     room, stored = Blocks(x, weight, totals.shape[2]), len(votes) > 0
@@ -132,8 +132,8 @@ def _route_votes_backward(
         some = votes[block] if stored else room.votes(block)
         of_poses = None if grad_poses is None else grad_poses[block]
         of_couplings = None if grad_couplings is None else grad_couplings[:, block]
-        known = given, couplings[:, block], totals[:, block]
-        grads = _vote_gradients(some, *known, axis, of_poses, of_couplings, grad_start)
+        saved = start_logits, couplings[:, block], totals[:, block]
+        grads = _vote_gradients(some, *saved, axis, of_poses, of_couplings, grad_start)
         into = room.product(block) if everything is None else everything[:, block]
         into.unflatten(2, (room.out_caps, -1)).copy_(grads.permute(2, 0, 1, 3))
         if everything is None:
@@ -208,10 +208,10 @@ def _keep(ctx: Any, inputs: Tuple[Any, ...], output: Tuple[Tensor, ...]) -> None
     ctx.axis = inputs[5]
 
 
-def _backward(ctx: Any, *given: Optional[Tensor]) -> Tuple[Optional[Tensor], ...]:
+def _backward(ctx: Any, *gradients: Optional[Tensor]) -> Tuple[Optional[Tensor], ...]:
     saved = ctx.saved_tensors  # read once: activation checkpointing allows no second time
     start = saved[2]
-    grads = _route_votes_backward(*saved, ctx.axis, given[0], given[1])
+    grads = _route_votes_backward(*saved, ctx.axis, gradients[0], gradients[1])
     return grads[0], grads[1], None if start is None else grads[2], None, None, None
 
 

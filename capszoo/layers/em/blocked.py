@@ -211,9 +211,9 @@ def _keep(ctx: Any, inputs: Tuple[Any, ...], output: Tuple[Tensor, Tensor, Tenso
     ctx.settings, ctx.need_couplings = inputs[5:11], inputs[11]
 
 
-def _backward(ctx: Any, *given: Optional[Tensor]) -> Tuple[Optional[Tensor], ...]:
-    couplings = given[2] if ctx.need_couplings else None
-    grads = _em_windows_backward(*ctx.saved_tensors, *ctx.settings, given[0], given[1], couplings)
+def _backward(ctx: Any, *gradients: Optional[Tensor]) -> Tuple[Optional[Tensor], ...]:
+    couplings = gradients[2] if ctx.need_couplings else None
+    grads = _em_windows_backward(*ctx.saved_tensors, *ctx.settings, gradients[0], gradients[1], couplings)
     return (*grads, *[None] * 7)
 
 
@@ -231,7 +231,7 @@ def _multiply_adds(poses: Any, _a: Any, weight: Any, _v: Any, _b: Any, num_iters
 
 
 def _gradients(
-    tensors: Tuple[Tensor, ...], settings: Settings, given: Tuple[Optional[Tensor], ...]
+    tensors: Tuple[Tensor, ...], settings: Settings, gradients: Tuple[Optional[Tensor], ...]
 ) -> Tuple[Tensor, ...]:
     """Gradients of the tensors of :func:`_in_blocks`, from those of its results; recomputes the votes of each block.
 
@@ -258,7 +258,7 @@ def _gradients(
             results = route_moments(votes, squares, about, zero, present, betas[0], betas[1], settings)
             pairs = [
                 (r, g[part])
-                for r, g in zip(results, given, strict=False)
+                for r, g in zip(results, gradients, strict=False)
                 if g is not None and r.requires_grad
             ]
             small = torch.autograd.grad(

@@ -28,7 +28,7 @@ def native_routing(
     num_iters, lam_start, lam_step, var_floor, eps, normalize_cost = settings
     children, size, parents = weight.shape[:3]
     mean = first_mean(poses, activations, weight, eps)  # [n, j, e]
-    given = (
+    tensors = (
         in_lanes(poses.unflatten(2, [size, size])),
         in_lanes(activations),
         weight_in_lanes(weight),
@@ -38,7 +38,7 @@ def native_routing(
     last = num_iters == 1
     # t = 0: even couplings
     mass, _, second, couplings = routing_pass(
-        *given, None, None, None, *options, True, need_couplings and last
+        *tensors, None, None, None, *options, True, need_couplings and last
     )  # the mass is the same for every parent
     variance = (second / mass.unsqueeze(2)).clamp_min(var_floor)
     least = (VAR_SHARE * variance).clamp_min(var_floor)
@@ -53,7 +53,7 @@ def native_routing(
             pull = 2.0 * precision * shift
             height = height - 0.5 * (pull * shift).sum(dim=2)
         mass, first, second, couplings = routing_pass(
-            *given, precision, pull, height, *options, False, need_couplings and t == num_iters - 1
+            *tensors, precision, pull, height, *options, False, need_couplings and t == num_iters - 1
         )
         # M-step
         shift = first / mass.unsqueeze(2)

@@ -105,7 +105,7 @@ class Procedure:
             num_iters: iterations.
             need_couplings: whether to return the last couplings.
         """
-        given = len(inputs) // 2 if self.activations else len(inputs)
+        layers = len(inputs) // 2 if self.activations else len(inputs)
         poses: List[Tensor] = []
         active: List[Tensor] = []
         couplings: Optional[Tensor] = None
@@ -115,7 +115,7 @@ class Procedure:
             if s == 0 and self.folds:
                 poses.append(self.first_poses(inputs[0]))
             else:
-                read = min(max(s - 1, 0), given - 1)
+                read = min(max(s - 1, 0), layers - 1)
                 fresh = read != last
                 if fresh:
                     last, children = read, self.read_children(inputs, read)

@@ -66,13 +66,13 @@ def weighted_sum_of_votes_backward(
     grad_weight = share.new_zeros(weight.shape)
     with torch.autocast(poses.device.type, enabled=False):
         for rows in _rows(poses):
-            part, factors, given = poses[rows], share[rows], grad[rows].to(poses.dtype)
+            part, factors, incoming = poses[rows], share[rows], grad[rows].to(poses.dtype)
             weighted, by_weighted = part.new_empty(part.shape), part.new_empty(part.shape)
             for j, transforms in enumerate(weight):
                 own = factors[:, j].unsqueeze(1)  # [b, 1, i]
                 torch.mul(part, own.to(part.dtype), out=weighted)
-                grad_weight[j] += given[:, j].t() @ weighted.flatten(1)
-                torch.mm(given[:, j], transforms, out=by_weighted.flatten(1))
+                grad_weight[j] += incoming[:, j].t() @ weighted.flatten(1)
+                torch.mm(incoming[:, j], transforms, out=by_weighted.flatten(1))
                 grad_poses[rows].addcmul_(by_weighted.to(factors.dtype), own)
                 grad_share[rows, j] = by_weighted.mul_(part).sum(dim=1)
     return grad_poses.to(poses.dtype), grad_share, grad_weight.to(weight.dtype)

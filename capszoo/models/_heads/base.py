@@ -266,17 +266,17 @@ def unknown_routing(name: str) -> ValueError:
     return ValueError(unknown_name("routing", str(name), HEADS))
 
 
-def head_arguments(routing: str, given: Optional[Set[str]] = None) -> List[str]:
+def head_arguments(routing: str, options: Optional[Set[str]] = None) -> List[str]:
     """Names of the arguments specific to a routing.
 
     Raises:
-        ValueError: an unknown routing, or one of ``given`` is no argument of it; the message suggests the nearest.
+        ValueError: an unknown routing, or one of ``options`` is no argument of it; the message suggests the nearest.
     """
     if routing not in HEADS:
         raise unknown_routing(routing)
     parameters = inspect.signature(HEADS[routing].__init__).parameters
     names = [name for name in parameters if name not in ("self", *_MAP_ARGUMENTS)] + ["even_couplings"]
-    for name in sorted(given or ()):
+    for name in sorted(options or ()):
         if name not in names:
             raise ValueError(unknown_name(f"argument of the {routing} head", name, names))
     return names

@@ -66,8 +66,8 @@ class IDPAHead(CapsuleLayersHead):
     def _route(self, x: Tensor) -> HeadOutput:
         """Returns couplings ``[b, n, i]``, children ordered (row, column, type)."""
         children = self._poses(self._children(x))
-        poses, _, found = self.classes.route([children], [], self.classes.num_iters)
-        couplings = self.classes.even_couplings(poses[-1]) if found is None else found
+        poses, _, routed = self.classes.route([children], [], self.classes.num_iters)
+        couplings = self.classes.even_couplings(poses[-1]) if routed is None else routed
         scores = self.score(poses[-1]).squeeze(-1)
         return HeadOutput(scores, poses[-1], scores, (couplings,), couplings)
 
