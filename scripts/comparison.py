@@ -20,7 +20,7 @@ import math
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # a plain checkout works too
 
 import capszoo
-from benchmarks import robustness
+from benchmarks import evidence, robustness
 from capszoo._pretrained.catalogue import checkpoints
 from capszoo._pretrained.info import WeightsInfo
 from capszoo.recipes.config import load_recipe
@@ -60,6 +60,9 @@ DEPTH2 = {
     "em, 2 layers": "resnet20_em.cifar10_depth2",
     "self_routing, 2 layers": "resnet20_selfrouting.cifar10_depth2",
 }
+
+#: Heads whose learning rate is tried on CIFAR-10: one whose loss rises at the shared rate, and the least accurate one.
+RATES_TRIED = ("conv", "self_routing")
 
 #: What a trial changes in the profile. Self-routing starts with even couplings, which give everything below them no
 #: gradient: it has hardly begun after one epoch. 5,000 validation images separate candidates that 1,000 do not.
@@ -108,15 +111,29 @@ class Row:
         return statistics.stdev(found) if len(found) > 1 else math.nan
 
 
-def recipe_settings(name: str, trial: bool = False) -> dict[str, Any]:
-    """Settings that a run must have been trained with to count."""
-    return compared_settings(load_recipe(name, TRIAL if trial else (), PROFILE).model_dump(mode="json"))
+def recipe_settings(name: str, trial: bool = False, rate: float | None = None) -> dict[str, Any]:
+    """Settings that a run must have been trained with to count; a ``rate`` replaces that of the profile."""
+    changes = [*(TRIAL if trial else ()), *([f"optimizer.lr={rate:g}"] if rate else [])]
+    return compared_settings(load_recipe(name, changes, PROFILE).model_dump(mode="json"))
+
+
+def rate_trials(head: str, kept: Path = KEPT) -> dict[float, float]:
+    """Rate -> validation accuracy of its trial on CIFAR-10, for those that have been run."""
+    files = {rate: kept / "trials" / f"{HEADS[head]}.{rate:g}.json" for rate in evidence.RATES}
+    return {rate: _validation(file) for rate, file in files.items() if file.is_file()}
+
+
+def fitted(recipe: str, kept: Path = KEPT) -> float | None:
+    """The rate of the best trial on CIFAR-10, once all rates have one; else None, which is the profile's."""
+    head = next((head for head in RATES_TRIED if HEADS[head] == recipe), None)
+    found = rate_trials(head, kept) if head else {}
+    return max(found, key=lambda rate: (found[rate], rate)) if len(found) == len(evidence.RATES) else None
 
 
 def commands(seeds: tuple[int, ...] = SEEDS, kept: Path = KEPT) -> list[str]:
-    """Commands: the trials of two layers, then all runs seed by seed, so that each head has one before any has two.
+    """Commands: trials of two layers and of rates, then all runs seed by seed: each head has one before any has two.
 
-    Before the trials have been run, the last head of each seed is left out.
+    Before the trials have been run, the last head of each seed is left out, and rates are those of the profile.
     """
     best = chosen(kept)
     changes = " ".join(f"--set {change}" for change in TRIAL)
@@ -124,29 +141,40 @@ def commands(seeds: tuple[int, ...] = SEEDS, kept: Path = KEPT) -> list[str]:
         f"capszoo train {recipe} --profile {PROFILE} {changes} --out runs/comparison/trials/{recipe}"
         for recipe in DEPTH2.values()
     ]
-    recipes = [*HEADS.values(), *([DEPTH2[best]] if best else [])]
+    trials += [
+        f"capszoo train {HEADS[head]} --profile {PROFILE} {changes} --set optimizer.lr={rate:g} "
+        f"--out runs/comparison/trials/{HEADS[head]}.{rate:g}"
+        for head in RATES_TRIED
+        for rate in evidence.RATES
+    ]
+    recipes = {
+        recipe: fitted(recipe, kept) for recipe in (*HEADS.values(), *([DEPTH2[best]] if best else []))
+    }
     return trials + [
-        f"capszoo train {recipe} --profile {PROFILE} --set seed={seed} --out runs/comparison/{recipe}.{seed}"
+        f"capszoo train {recipe} --profile {PROFILE} --set seed={seed}"
+        f"{f' --set optimizer.lr={rate:g}' if rate else ''} --out runs/comparison/{recipe}.{seed}"
         for seed in seeds
-        for recipe in recipes
+        for recipe, rate in recipes.items()
     ]
 
 
 def collect(folder: Path, kept: Path = KEPT) -> list[str]:
     """Copy the metadata of finished runs below a folder; return a line about each, including skipped ones.
 
-    A run counts if its recipe's settings are those of the profile, or, below ``trials``, those of a trial. Of a trial,
-    the figures on test images are dropped.
+    A run counts if its recipe's settings are those of the profile with the head's rate, or, below ``trials``, those of
+    a trial. Of a trial, the figures on test images are dropped.
     """
     lines = []
     known = (HEADS | DEPTH2).values()
-    for path in sorted([*folder.glob("*/*.json"), *folder.glob("trials/*/*.json")]):
+    for path in sorted([*folder.glob("trials/*/*.json"), *folder.glob("*/*.json")]):
         name, raw, trial = path.stem, {}, path.parents[1].name == "trials"
         if name in known:
             raw = json.loads(path.read_text(encoding="utf-8"))
         if "test" not in raw.get("metrics", {}):
             continue
-        stated, wanted = compared_settings(raw["recipe"]), recipe_settings(name, trial)
+        of_rate = trial and name in HEADS.values()
+        rate = raw["recipe"]["optimizer"]["lr"] if of_rate else fitted(name, kept)
+        stated, wanted = compared_settings(raw["recipe"]), recipe_settings(name, trial, rate)
         different = [key for key, value in wanted.items() if stated[key] != value]
         if different:
             lines.append(f"left out: {path.parent}: {', '.join(different)} not as in --profile {PROFILE}")
@@ -157,21 +185,22 @@ def collect(folder: Path, kept: Path = KEPT) -> list[str]:
         if trial:
             del raw["metrics"]["test"]
         split = "validation" if trial else "test"
-        target = kept / "trials" / f"{name}.json" if trial else kept / f"{name}.{raw['seed']}.json"
+        suffix = f".{rate:g}" if of_rate else "" if trial else f".{raw['seed']}"
+        target = (kept / "trials" if trial else kept) / f"{name}{suffix}.json"
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(json.dumps(raw, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         lines.append(f"kept: {target.relative_to(kept)}: {raw['metrics'][split]['top1']:.2f} ({split})")
     return lines
 
 
+def _validation(file: Path) -> float:
+    return float(json.loads(file.read_text(encoding="utf-8"))["metrics"]["validation"]["top1"])
+
+
 def trials(kept: Path = KEPT) -> dict[str, float]:
     """Head of two layers -> validation accuracy of its trial, for those that have been run."""
     files = {head: kept / "trials" / f"{recipe}.json" for head, recipe in DEPTH2.items()}
-    return {
-        head: json.loads(file.read_text(encoding="utf-8"))["metrics"]["validation"]["top1"]
-        for head, file in files.items()
-        if file.is_file()
-    }
+    return {head: _validation(file) for head, file in files.items() if file.is_file()}
 
 
 def chosen(kept: Path = KEPT) -> str | None:
@@ -350,8 +379,9 @@ def conclusion(found: list[Row]) -> list[str]:
     return [*lines, *([f"Seeds are missing for {', '.join(missing)}."] if missing else [])]
 
 
-def rate_too_high(conv: Row) -> str:
-    """How far the training loss of the ``conv`` head rises at the shared learning rate."""
+def shared_rate(found: dict[str, Row]) -> str:
+    """How far the training loss of ``conv`` rises at the shared learning rate, and what is known of other rates."""
+    conv = found["conv"]
     peaks = []
     for run in conv.runs:
         losses = run["history"]["train_loss"]
@@ -359,9 +389,58 @@ def rate_too_high(conv: Row) -> str:
     rises = f" With clipping, its training loss still rises, to {', '.join(peaks)}." if peaks else ""
     return (
         "Without gradient clipping, the `conv` head, whose classes have 32,768 inputs each, diverged at this learning "
-        f"rate in a trial (300 updates of 64 images, loss above 1e9).{rises} The shared rate is too high for this "
-        "head: its accuracy here is that of the recipe, not the best that it can reach."
+        f"rate in a trial (300 updates of 64 images, loss above 1e9).{rises} {rates_of_short_runs()} "
+        + rates_to_try([found[head] for head in RATES_TRIED])
     )
+
+
+def rates_of_short_runs() -> str:
+    """What the trials of docs/evidence.md say of the shared rate."""
+    shared = load_recipe(HEADS["avg"], profile=PROFILE).optimizer.lr
+    kept, gains = evidence.kept("rates"), {}
+    for head in evidence.HEADS:
+        job = evidence.Job("small", "rates", 100, head, False, len(evidence.SEEDS))
+        found = {rate: kept[replace(job, rate=rate).key]["validation"] for rate in evidence.RATES}
+        gains[head] = max(found[rate] for rate in evidence.RATES if rate != shared) - found[shared]
+    worse = ", ".join(f"`{head}` by {by:.1f} points" for head, by in gains.items() if by > 0)
+    least, most = max(gains, key=lambda head: gains[head]), min(gains, key=lambda head: gains[head])
+    others = ", ".join(f"{rate:g}" for rate in evidence.RATES if rate != shared)
+    said = (
+        f"unfit for {worse}"
+        if worse
+        else f"unfit for none of {len(gains)} heads: the best of {others} is {-gains[least]:.1f} (`{least}`) to "
+        f"{-gains[most]:.1f} points (`{most}`) less accurate"
+    )
+    size = evidence.SCALES["small"]
+    return (
+        f"By short runs on MNIST ({size.updates} updates, {size.validation} validation images, one seed: "
+        f"[evidence](evidence.md)), the shared rate of {shared:g} is {said}."
+    )
+
+
+def rates_to_try(rows: list[Row], kept: Path = KEPT) -> str:
+    """What trials on CIFAR-10 say of the rates of some heads, and what those that are missing would cost."""
+    lines, waiting = [], []
+    for row in rows:
+        if fitted(row.recipe, kept):
+            tried = ", ".join(f"{rate:g}: {top1:.1f}%" for rate, top1 in rate_trials(row.head, kept).items())
+            lines.append(
+                f"By trials of four epochs on CIFAR-10, the validation accuracy of `{row.head}` is {tried}."
+            )
+            continue
+        seconds = [run["train_seconds"] / 5 for run in row.runs]  # four of twenty epochs
+        cost = (
+            f", {len(evidence.RATES)} x {statistics.median(seconds) / 60:.0f} min of one core"
+            if seconds
+            else ""
+        )
+        waiting.append(f"`{row.head}`{cost}")
+    if waiting:
+        lines.append(
+            f"Trials of the rate on CIFAR-10 have not been run ({'; '.join(waiting)}): `scripts/comparison.py "
+            "--commands` lists them, and afterwards runs with the best rate."
+        )
+    return " ".join(lines)
 
 
 def page(kept: Path = KEPT) -> str:
@@ -374,7 +453,7 @@ def page(kept: Path = KEPT) -> str:
         f"{recipe.optimizer.weight_decay:g}, label smoothing {recipe.loss.options['label_smoothing']:g}, gradients "
         f"clipped to norm {recipe.clip_grad:g}, pad 4, crop, flip, compiled; "
         f"{recipe.data.val_size:,} training images for validation. "
-        + rate_too_high(next(row for row in found if row.head == "conv"))
+        + shared_rate({row.head: row for row in found})
     )
     tried = [f"{head.removesuffix(', 2 layers')} {top1:.1f}%" for head, top1 in trials(kept).items()]
     slow = "A trial of four epochs favours heads that learn quickly."

@@ -51,7 +51,7 @@ def test_rows_without_runs_say_so(comparison: Any, tmp_path: Path) -> None:
     page = comparison.page(tmp_path)
     assert page.count("no run yet") == 9 and "too few runs" in page and ".svg" not in page
     commands = comparison.commands(kept=tmp_path)
-    assert len(set(commands)) == len(commands) == 3 + 3 * 8, "no head of two layers is chosen yet"
+    assert len(set(commands)) == len(commands) == 3 + 6 + 3 * 8, "no head of two layers is chosen yet"
 
 
 def test_a_trial_chooses_the_head_of_two_layers(comparison: Any, tmp_path: Path) -> None:
@@ -66,7 +66,7 @@ def test_a_trial_chooses_the_head_of_two_layers(comparison: Any, tmp_path: Path)
     assert lines[0].endswith("61.00 (validation)") and comparison.chosen(kept) == "dynamic, 2 layers"
     kept_trial = json.loads((kept / "trials" / f"{names[0]}.json").read_text())
     assert "test" not in kept_trial["metrics"], "nothing is chosen by test images, and nothing tempts to"
-    assert f"{names[0]}.2" in comparison.commands(kept=kept)[-1] and len(comparison.commands(kept=kept)) == 30
+    assert f"{names[0]}.2" in comparison.commands(kept=kept)[-1] and len(comparison.commands(kept=kept)) == 36
     page = comparison.page(kept)
     assert "dynamic 61.0%, em 51.0%, self_routing 56.0%" in page
     # a run of full length below trials, or a trial beside the runs, is no trial
@@ -74,6 +74,33 @@ def test_a_trial_chooses_the_head_of_two_layers(comparison: Any, tmp_path: Path)
     assert "left out" in comparison.collect(runs / "other", kept)[0] and comparison.chosen(kept).startswith(
         "dynamic"
     )
+
+
+def test_trials_on_validation_images_choose_the_rate(comparison: Any, tmp_path: Path) -> None:
+    runs, kept, name = tmp_path / "runs", tmp_path / "kept", comparison.HEADS["conv"]
+    for rate, top1 in ((0.1, 60.0), (0.03, 70.0), (0.01, 65.0)):
+        assert comparison.fitted(name, kept) is None
+        optimizer = load_recipe(name, [f"optimizer.lr={rate}"], "comparison").model_dump(mode="json")[
+            "optimizer"
+        ]
+        run(comparison, runs / f"{rate}", name, 0, top1, trial=True, optimizer=optimizer)
+        comparison.collect(runs / f"{rate}", kept)
+    assert comparison.fitted(name, kept) == 0.03 and comparison.fitted(comparison.HEADS["avg"], kept) is None
+    of_conv = [
+        command for command in comparison.commands(kept=kept) if f"{name} " in command and "seed=" in command
+    ]
+    assert len(of_conv) == 3 and all("--set optimizer.lr=0.03 " in command for command in of_conv)
+    # runs with the shared rate no longer count, those with the best one do
+    run(comparison, tmp_path / "shared", name, 0, 80.0)
+    assert "optimizer not as in" in comparison.collect(tmp_path / "shared", kept)[0]
+    optimizer["lr"] = 0.03
+    run(comparison, tmp_path / "best", name, 0, 85.0, optimizer=optimizer)
+    assert comparison.collect(tmp_path / "best", kept) == [f"kept: {name}.0.json: 85.00 (test)"]
+    said = comparison.rates_to_try(
+        [row for row in comparison.rows(kept) if row.head in comparison.RATES_TRIED], kept
+    )
+    assert "`conv` is 0.1: 61.0%, 0.03: 71.0%, 0.01: 66.0%." in said, "validation accuracies"
+    assert "have not been run (`self_routing`)" in said
 
 
 def test_heads_that_do_not_route_are_named(comparison: Any, tmp_path: Path) -> None:
