@@ -295,6 +295,7 @@ def _classifier_parts(model: Any) -> List[str]:
     by_features = _names_in_code(model, "forward_features", "forward_intermediates")
     if by_features is None:
         return []
+    by_features |= _names_in_parts(model)
     top: Set[str] = set()
     if not by_features & _REFLECTION:
         by_head = _names_in_code(model, "forward_head") or set()
@@ -312,12 +313,17 @@ def _classifier_parts(model: Any) -> List[str]:
 
 
 def _names_in_code(model: Any, *methods: str) -> Optional[Set[str]]:
-    """Names in the code of methods, and of the methods and functions that this code names, in any branch.
+    """Names in the code of methods and hooks, and of the methods and functions that this code names, in any branch.
 
     None if some of it is not readable as Python, such as a method that a wrapper forwards.
     """
     names: Set[str] = set()
-    waiting: List[Any] = []
+    waiting: List[Any] = [
+        hook
+        for module in model.modules()
+        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+        if not type(hook).__module__.startswith("torch.")  # such as that of spectral_norm
+    ]
     for method in methods:
         functions = _defined(model, method)
         if not functions and hasattr(model, method):
@@ -351,6 +357,15 @@ def _names_in_code(model: Any, *methods: str) -> Optional[Set[str]]:
             if isinstance(within, (FunctionType, MethodType)) and not _of_a_library(within):
                 waiting.append(within)
     return names
+
+
+def _names_in_parts(model: nn.Module) -> Set[str]:
+    """Names of a model's children in the code of its parts, which may hold the model or be given it."""
+    names: Set[str] = set()
+    for part in model.modules():
+        if part is not model and type(part).__module__.split(".")[0] not in ("timm", "torch"):
+            names |= {name for name in _names_in_code(part, "forward") or () if not hasattr(part, name)}
+    return names & {key for key, _ in model.named_children()}
 
 
 def _of_a_library(function: Any) -> bool:

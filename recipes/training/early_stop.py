@@ -13,8 +13,8 @@ __all__ = ["BestEpoch"]
 class BestEpoch:
     """The weights of the epoch that is best on the validation images; of equally good ones, the latest.
 
-    (The latest, because the learning rate falls and accuracies on a small validation set often tie. Patience counts
-    from the last epoch that was strictly better.)
+    (The latest, because the learning rate falls and accuracies on a small validation set often tie. Of equal mean
+    recalls the one with the higher top-1 is better. Patience counts from the last epoch whose measure was higher.)
 
     Args:
         patience: number of epochs without a better one after which training stops.
@@ -39,7 +39,7 @@ class BestEpoch:
         score = record[self.measure]
         if score > self.score:
             self.risen = epoch
-        if score >= self.score:
+        if (score, record["val_top1"]) >= (self.score, self.top1):
             self.score, self.top1, self.epoch = score, record["val_top1"], epoch
             self.weights = {name: value.detach().clone() for name, value in net.state_dict().items()}
 

@@ -276,6 +276,7 @@ def test_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for a, b in zip(Batches(held, 2, train=True).epoch(), Batches(read, 2, train=True).epoch(), strict=True):
         assert torch.equal(a.pixels, b.pixels) and torch.equal(a.labels, b.labels)
     assert len(load_dataset(name, "test", size=16)) == 3
+    assert [path.name for path in repository.iterdir()] == ["data"], "the folder may be read-only"
     shutil.copytree(repository, tmp_path / "copy")
     (tmp_path / "copy" / ".cache").mkdir(exist_ok=True)
     (tmp_path / "copy" / ".cache" / "note").write_text("of the Hub's client")

@@ -37,6 +37,7 @@ def test_bundle_with_a_package(tmp_path: Path, root: Path) -> None:
     described = manifest["engines"]["aoti"]
     assert described["device"] == ("cuda" if torch.cuda.is_available() else "cpu")
     assert described["share_of_largest_output"] <= 1e-4
+    assert "a batch of 1" in (out / "README.md").read_text(), "what PyTorch's own check refuses"
     assert {described["file"], "program.pt2"} <= manifest["files"].keys() and check_bundle(out).passed
     result = compare_bundle(out, ("onnxruntime", "aoti"), batches=(1, 5), repeats=1)
     assert result["differences"][0]["relative"] <= 1e-4

@@ -69,6 +69,15 @@ def test_build_options_and_the_types_of_older_releases() -> None:
     assert arguments["optimization_level"] == 5 and arguments["hardware_compatible"] is True
 
 
+def test_the_middle_of_the_profile_is_what_the_library_sees() -> None:
+    """It takes the example's batch as the middle of its own profile, whatever the input states."""
+    trt = fake()
+    compile_module(ToyCaps(1).eval(), batch=(1, 8, 32), device="cpu", torch_tensorrt=trt)
+    program = trt.calls[0]["exported_program"]
+    (images,) = (n.meta["val"] for n in program.graph.nodes if n.name in program.graph_signature.user_inputs)
+    assert images.shape[0].node.hint == 8
+
+
 @pytest.mark.parametrize(
     ("faults", "message"),
     [

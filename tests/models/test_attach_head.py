@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from safetensors.torch import save_file
 from timm.models import save_for_hf
 from timm.models._manipulate import group_parameters
 from torch import nn
+from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
 
 import capszoo
 from capszoo._utils.choices import HEAD_ROUTINGS
@@ -610,6 +613,67 @@ class ByAnotherName(Foreign):
         return x
 
 
+class InThreads(Foreign):
+    def forward_features(self, x: torch.Tensor) -> torch.Tensor:
+        with ThreadPoolExecutor(2) as pool:
+            return torch.cat(list(pool.map(self.fc, self.conv(x).split(1))))
+
+
+class Checkpointed(Foreign):
+    def forward_features(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.fc, self.conv(x), use_reentrant=False)
+
+
+class OfAScriptedChild(Foreign):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc: Any = torch.jit.script(nn.Sequential(self.fc, nn.ReLU()))
+
+    def forward_features(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc(self.conv(x))
+
+
+class SharedWithTheClassifier(Foreign):
+    def __init__(self) -> None:
+        super().__init__()
+        self.neck = self.classifier = nn.Linear(9, 9, bias=False)
+        self.conv = nn.Conv2d(3, 9, 3, 4, 1, bias=False)
+
+    def forward_features(self, x: torch.Tensor) -> torch.Tensor:
+        return self.neck(self.conv(x).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+class Parametrised(ReadThroughWeight):
+    def __init__(self) -> None:
+        super().__init__()
+        parametrizations.weight_norm(self.fc)
+        nn.utils.weight_norm(self.conv)  # the older way is a hook
+
+
+class ThroughAHook(Foreign):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv.register_forward_hook(lambda _, __, out: self.fc(out) if out.abs().sum() > 0 else out)
+
+    def forward_features(self, x: torch.Tensor) -> torch.Tensor:
+        return self.conv(x)
+
+
+class Neck(nn.Module):
+    def forward(self, model: Foreign, x: torch.Tensor) -> torch.Tensor:
+        return model.fc(x) if model.training else x
+
+
+class ThroughAPart(Foreign):
+    def __init__(self) -> None:
+        super().__init__()
+        self.neck = Neck()
+
+    def forward_features(self, x: torch.Tensor) -> torch.Tensor:
+        return self.neck(self, self.conv(x))
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated")
 @pytest.mark.parametrize(
     "kind",
     [
@@ -621,22 +685,30 @@ class ByAnotherName(Foreign):
         OfAParent,
         ThroughAFunction,
         ByAnotherName,
+        InThreads,
+        Checkpointed,
+        OfAScriptedChild,
+        SharedWithTheClassifier,
+        Parametrised,
+        ThroughAHook,
+        ThroughAPart,
     ],
 )
 def test_a_foreign_backbone_gives_its_own_features(
     kind: type[Foreign], caplog: pytest.LogCaptureFixture
 ) -> None:
     backbone = kind()
-    whole, x = copy.deepcopy(backbone), torch.randn(2, 3, 16, 16)
+    x = torch.randn(2, 3, 16, 16)
+    expected = {}
+    for mode in (False, True):
+        torch.manual_seed(1)
+        expected[mode] = backbone.train(mode).forward_features(x)
     with caplog.at_level("INFO", "capszoo"):
         net = capszoo.attach_head(backbone, "avg", num_classes=3, img_size=16)
-    for mode in (True, False):
+    for mode in (False, True):
         torch.manual_seed(1)
-        expected = whole.train(mode).forward_features(x)
-        torch.manual_seed(1)
-        found = net.train(mode).stages(x)
-        assert torch.equal(found, expected)
-        assert expected.abs().max() > 0
+        assert torch.equal(net.train(mode).stages(x), expected[mode])
+        assert expected[mode].abs().max() > 0
     # code that gets at parts by other means than their names keeps all of them, and so does a call of a `forward`
     removed = kind not in (ByAnotherName, CalledByForward)
     assert isinstance(backbone.classifier, Unused) == removed
@@ -727,12 +799,16 @@ REFUSED = {
     "pit-pit": "gives 1 tokens, 1 of them before those of the image, and states another grid .31x31 by its patch_embed",
 }
 FAMILIES = families()
+MOST_WEIGHTS = 30e6
 QUICK = ("hiera-hiera", "twins-twins", "mvitv2-mvitv", "volo-volo", "pit-pit", "efficientvim-efficientvim")
 
 
 @pytest.mark.parametrize("family", slow_unless(QUICK, FAMILIES))
 def test_every_family_of_timm_is_a_backbone(family: str) -> None:
-    """On the meta device: the grid is what timm states, and what is refused gets the true reason."""
+    """On the meta device: the grid is what timm states, and what is refused gets the true reason.
+
+    With values, where they take seconds: a model has the same features before and after it loses its classifier.
+    """
     name = FAMILIES[family]
     with torch.device("meta"):
         model = create_backbone(name)
@@ -752,6 +828,17 @@ def test_every_family_of_timm_is_a_backbone(family: str) -> None:
             size[1] // levels[-1]["reduction"],
             -(-size[1] // levels[-1]["reduction"]),
         )
+    if sum(p.numel() for p in model.parameters()) > MOST_WEIGHTS:
+        return
+    torch.manual_seed(0)
+    whole = timm.create_model(name)
+    features, x = BackboneFeatures(copy.deepcopy(whole), size[0], size[1:]), torch.randn(2, *size)
+    for mode in (False, True):
+        with torch.no_grad():
+            torch.manual_seed(1)
+            expected = whole.train(mode).forward_features(x)
+            torch.manual_seed(1)
+            assert torch.equal(features.train(mode).model.forward_features(x), expected)
 
 
 def test_models_that_timm_does_not_create_without_pooling() -> None:
