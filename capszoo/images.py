@@ -285,16 +285,33 @@ def _upright(image: Image.Image, name: str | Path) -> Image.Image:
         raise CapszooError(f"{name}: in LAB colours", "save it in grey or RGB")
     if 0 in image.size:
         raise CapszooError(f"{name}: has no pixels", "give another image")
+    lost = "; ".join(lost_of(image))
     image.load()
     upright = ImageOps.exif_transpose(image)
-    upright.info.pop(_STATED, None)
+    upright.info |= {_STATED: None, _LOST: lost}
     if (declared := stated_range(image)) is not None:  # a copy has no tags
         upright.info[_STATED] = declared
     return upright
 
 
-#: Key of ``Image.info`` for the range that the image's file states.
-_STATED = "capszoo value range"
+#: Keys of ``Image.info`` for the range that the image's file states, and for what of the file is not read.
+_STATED, _LOST = "capszoo value range", "capszoo lost"
+
+
+def lost_of(image: Image.Image) -> tuple[str, ...]:
+    """What of an opened file is not read: further pages, and where it matters half of the bits of a colour.
+
+    Pillow reads the upper 8 of 16 bits of a colour. Values of 12 bits leave 16 levels of them. An image whose bits are
+    looked at is decoded.
+    """
+    lost = []
+    if image.format != "MPO" and getattr(image, "is_animated", False):  # a camera's MPO has a preview
+        lost.append("the first of its pages alone is read")
+    raw = [args if isinstance(args, str) else str(args[:1]) for *_, args in getattr(image, "tile", ())]
+    if image.mode.startswith("RGB") and any(";16" in mode for mode in raw):
+        if max(high for _, high in image.getextrema()[:3]) < _DARK // 256:  # type: ignore[misc]
+            lost.append(f"the upper 8 of its 16 bits are read, and its values end below {_DARK}: dark")
+    return tuple(lost)
 
 
 def is_deep(image: Image.Image) -> bool:
@@ -386,8 +403,9 @@ def to_8_bits(
     Raises:
         CapszooError: ``value_range`` is None, the file states none, and it has values outside of the ranges above.
     """
+    lost = image.info.get(_LOST, "")
     if not is_deep(image):
-        return image, ""
+        return image, lost
     rows = max(1, _STRIP // image.width)
     strips = [
         np.asarray(image.crop((0, top, image.width, min(top + rows, image.height))))
@@ -402,7 +420,7 @@ def to_8_bits(
         for strip in strips
     ]
     picture = np.concatenate(scaled) if scaled else np.zeros((image.height, image.width), np.uint8)
-    return Image.fromarray(picture), note
+    return Image.fromarray(picture), "; ".join(said for said in (lost, note) if said)
 
 
 def value_extremes(image: Image.Image) -> ValueRange:

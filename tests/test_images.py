@@ -472,6 +472,40 @@ def test_floats_of_an_unknown_range_are_refused(infer, tmp_path: Path, extremes:
     assert np.array_equal(transform(open_image(path)).numpy(), infer.preprocess(path, _spec(transform)))
 
 
+def _colours_of_16_bits(path: Path, value: int) -> Path:
+    head = struct.pack(">IIBBBBB", 8, 8, 16, 2, 0, 0, 0)
+    body = zlib.compress((b"\0" + struct.pack(">H", value) * 24) * 8)
+    chunks = [(b"IHDR", head), (b"IDAT", body), (b"IEND", b"")]
+    path.write_bytes(
+        b"\x89PNG\r\n\x1a\n"
+        + b"".join(
+            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+            for kind, data in chunks
+        )
+    )
+    return path
+
+
+def test_what_of_a_file_is_not_read_is_said(infer, tmp_path: Path) -> None:  # noqa: ANN001
+    """Pages after the first, and the lower half of colours of 16 bits, which is all that 12 bits fill."""
+    for kind, suffix in ((np.uint8, "tif"), (np.uint16, "tif"), (np.uint8, "gif"), (np.uint8, "webp")):
+        pages = [_grey(np.full((8, 8), 9000 * k % 256**2, np.uint16).astype(kind)) for k in (1, 2, 3)]
+        pages[0].save(tmp_path / f"{kind.__name__}.{suffix}", save_all=True, append_images=pages[1:])
+    transform = ImageTransform(3, (8, 8), (0.5,) * 3, (0.25,) * 3)
+    expected = {path.name: ["the first of its pages alone is read"] for path in tmp_path.iterdir()}
+    _colours_of_16_bits(tmp_path / "dark.png", 4095)
+    _colours_of_16_bits(tmp_path / "bright.png", 40950)
+    pages[0].save(tmp_path / "one.tif")
+    dark = "the upper 8 of its 16 bits are read, and its values end below 8192: dark"
+    expected |= {"dark.png": [dark], "bright.png": [], "one.tif": []}
+    for name, notes in expected.items():
+        path = tmp_path / name
+        assert list(transform.read(open_image(path))[1]) == notes, name
+        assert infer.read(path, _spec(transform))[1] == notes, name
+    looked = look_at_set(lambda k: (tmp_path / list(expected)[k], list(expected)[k]), len(expected))
+    assert looked.notes == (f"uint16.tif and 3 more: {expected['uint8.tif'][0]}", f"dark.png: {dark}")
+
+
 def test_a_tiff_states_its_range(tmp_path: Path) -> None:
     values = np.full((4, 4), 1023, np.uint16)
     _grey(values).save(tmp_path / "ten.tif", tiffinfo={281: 1023})

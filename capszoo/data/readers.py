@@ -195,11 +195,13 @@ class SetLook:
         channels: 3 if any of the images has colour, else 1.
         value_range: black and white, one range for all images of more than 8 bits; None: there are none.
         sizes: width and height of a random sample of the images.
+        notes: what of files is not read, a sentence a kind.
     """
 
     channels: int
     value_range: tuple[float, float] | None = None
     sizes: tuple[tuple[int, int], ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 def look_at_set(
@@ -236,6 +238,14 @@ def look_at_set(
 
     sample = random.Random(0).sample(range(count), min(count, _LOOKED_AT))
     seen = looked(sample)
+    lost: dict[str, list[str]] = {}
+    for one in seen:
+        for what in one.lost:
+            lost.setdefault(what, []).append(one.name)
+    notes = tuple(
+        f"{min(names)}{f' and {len(names) - 1:,} more' if names[1:] else ''}: {what}"
+        for what, names in lost.items()
+    )
     colour = any(one.header.colour for one in seen)
     values = [one.values for one in seen if one.values]
     rest = sorted(set(range(count)) - set(sample))
@@ -246,7 +256,7 @@ def look_at_set(
         colour = colour or any(one.header.colour for one in more)
         values += [one.values for one in more if one.values]
     sizes = tuple((one.header.width, one.header.height) for one in seen)
-    return SetLook(channels or (3 if colour else 1), _range_of(values) if values else None, sizes)
+    return SetLook(channels or (3 if colour else 1), _range_of(values) if values else None, sizes, notes)
 
 
 class _Values(NamedTuple):
@@ -303,27 +313,39 @@ def _header(image: Image.Image) -> _Header:
 
 
 class _Look(NamedTuple):
-    """The header of an image and, of one of more than 8 bits, its values."""
+    """The header of an image, the values of one of more than 8 bits, its name, and what of its file is not read."""
 
     header: _Header
     values: _Values | None
+    name: str
+    lost: tuple[str, ...]
 
 
 def _look_at(encoded: bytes | Path, source: Path | str, ranges: bool) -> _Look | None:
     """Open an image once for its header, and decode it for its values; None: decoding will report what it has."""
     from PIL import Image
 
-    from capszoo.images import image_formats, is_deep, open_image, stated_range, value_extremes
+    from capszoo.images import (
+        decoded_pixels,
+        image_formats,
+        is_deep,
+        lost_of,
+        open_image,
+        pixel_limit,
+        stated_range,
+        value_extremes,
+    )
 
     try:
         file = io.BytesIO(encoded) if isinstance(encoded, bytes) else encoded
         with Image.open(file, formats=image_formats()) as image:
             header = _header(image)
+            about = Path(source).name, lost_of(image) if decoded_pixels(image) <= pixel_limit() else ()
             if not ranges or not is_deep(image):
-                return _Look(header, None)
+                return _Look(header, None, *about)
             floats, declared = image.mode == "F", stated_range(image)
         low, high = declared or value_extremes(open_image(encoded, name=source))
-        return _Look(header, _Values(floats, low, high, declared is not None))
+        return _Look(header, _Values(floats, low, high, declared is not None), *about)
     except Exception:
         return None
 

@@ -74,6 +74,8 @@ class DatasetSpec:
     value_range: tuple[float, float] | None = None
     #: Mean share of the training images' area that framing cuts off; None where it is not known.
     cropped: float | None = None
+    #: What of the files of images is not read, a sentence a kind.
+    notes: tuple[str, ...] = ()
 
     @property
     def num_classes(self) -> int:

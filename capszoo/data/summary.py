@@ -110,7 +110,7 @@ def summarise(parts: Mapping[str, ImageSet | StreamedSet | None], unreadable: in
     first = next(iter(splits.values()))
     left_out: dict[str, int] = {}
     folders: dict[str, int] = {}
-    notes: dict[str, None] = {}
+    notes: dict[str, None] = dict.fromkeys(first.spec.notes)
     seen: list[int] = []
     for part in splits.values():
         folders |= part.origin.folders

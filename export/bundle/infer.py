@@ -22,7 +22,7 @@ import numpy as np
 from PIL import Image, ImageChops, ImageOps
 
 BACKGROUNDS = {"black": 0, "white": 255}
-STATED = "capszoo value range"  # key of an image's info: the range that its file states
+STATED, LOST = "capszoo value range", "capszoo lost"  # keys of info: what a file states, what is not read
 VANISHES_BELOW = 32  # of 255: mean difference from the background
 FITTED = 20 / 28  # ratio of the size of MNIST's digits to the side of the frame
 # Pillow's other formats open further files, run programs, or decode before their size can be refused. EPS is refused.
@@ -58,12 +58,25 @@ def open_image(path: str | Path, max_pixels: int = MAX_PIXELS) -> Image.Image:
             raise ValueError(f"tiles of more than {max_pixels:,} pixels: see --max-pixels")
         if file.mode == "LAB":
             raise ValueError("in LAB colours: save it in grey or RGB")
+        lost = "; ".join(lost_of(file))
         file.load()
         image = ImageOps.exif_transpose(file)
-        image.info.pop(STATED, None)
+        image.info |= {STATED: None, LOST: lost}
         if (declared := stated_range(file)) is not None:  # a copy has no tags
             image.info[STATED] = declared
     return image
+
+
+def lost_of(image: Image.Image) -> list[str]:
+    """What of an opened file is not read: further pages, and where it matters half of the bits of a colour."""
+    lost = []
+    if image.format != "MPO" and getattr(image, "is_animated", False):  # a camera's MPO has a preview
+        lost.append("the first of its pages alone is read")
+    raw = [args if isinstance(args, str) else str(args[:1]) for *_, args in getattr(image, "tile", ())]
+    if image.mode.startswith("RGB") and any(";16" in mode for mode in raw):
+        if max(high for _, high in image.getextrema()[:3]) < 8192 // 256:  # type: ignore[misc]
+            lost.append("the upper 8 of its 16 bits are read, and its values end below 8192: dark")
+    return lost
 
 
 def is_deep(image: Image.Image) -> bool:
@@ -92,8 +105,9 @@ def to_8_bits(image: Image.Image, value_range: Any = None) -> tuple[Image.Image,
     Black and white are those of training (``value_range``), or those that a TIFF states, else 0 and 65535 for integers,
     0 and 1 or 255 for floats; an image with other values is refused.
     """
+    lost = image.info.get(LOST, "")
     if not is_deep(image):
-        return image, ""
+        return image, lost
     rows = max(1, 2**20 // image.width)  # a strip at a time
     tops = range(0, image.height, rows)
     boxes = [(0, top, image.width, min(top + rows, image.height)) for top in tops]
@@ -127,7 +141,7 @@ def to_8_bits(image: Image.Image, value_range: Any = None) -> tuple[Image.Image,
         .astype(np.uint8)
         for strip in strips
     ]
-    return Image.fromarray(np.concatenate(scaled)), note
+    return Image.fromarray(np.concatenate(scaled)), "; ".join(said for said in (lost, note) if said)
 
 
 def preprocess(

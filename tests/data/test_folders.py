@@ -685,6 +685,14 @@ def test_files_of_other_suffixes_are_counted(tmp_path: Path) -> None:
         read(tmp_path)
 
 
+def test_pages_that_are_not_read_are_said(tmp_path: Path) -> None:
+    put(tmp_path, "a", "b")
+    pages = [Image.new("L", (9, 9), 60 * k) for k in range(4)]
+    pages[0].save(tmp_path / "a" / "stack.tif", save_all=True, append_images=pages[1:])
+    summary, said = summarise({"train": read(tmp_path)}), "; stack.tif: the first of its pages alone is read"
+    assert summary.sentence().endswith(said) and said not in summary.sentence(private=True)
+
+
 def test_all_images_decide_whether_a_set_has_colour(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("capszoo.data.readers._LOOKED_AT", 4)
     sampled = random.Random(0).sample(range(16), 4)

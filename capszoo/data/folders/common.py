@@ -253,7 +253,7 @@ def settled(
 ) -> tuple[DatasetSpec, Framing]:
     """A set's specification and framing, with the colour of its border and the range of its values.
 
-    The specification also states how much of the images is cropped away.
+    The specification also states how much of the images is cropped away, and what of their files is not read.
 
     Args:
         spec: of the set.
@@ -265,7 +265,7 @@ def settled(
     framing = replace(framing, mean=framing.mean or spec.mean, value_range=looked.value_range)
     lost = [cropped_share(size, side, crop_mode=framing.crop_mode) for size in looked.sizes]
     cropped = sum(lost) / len(lost) if lost else None
-    return replace(spec, value_range=looked.value_range, cropped=cropped), framing
+    return replace(spec, value_range=looked.value_range, cropped=cropped, notes=looked.notes), framing
 
 
 def framing_text(side: tuple[int, int], framing: Framing) -> str:
