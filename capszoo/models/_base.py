@@ -293,9 +293,12 @@ class CapsuleNet(nn.Module):
 
         Raises:
             RuntimeError: the model was created without ``decoder=True``, or its architecture has no decoder.
+            ValueError: the target is no class index.
         """
         if self.decoder is None:
             raise RuntimeError(self._why_no_decoder())
+        if target is not None and (target.is_floating_point() or target.dtype == torch.bool):
+            raise ValueError("target must be class indices [b], as integers")
         return self.decoder(poses, target)
 
     @torch.jit.unused

@@ -563,6 +563,9 @@ def test_decoder(name: str) -> None:
         picture = model.reconstruct(out.poses, target)
         assert picture.shape == (2, model.in_chans, *model.img_size)
         assert 0 <= picture.min() and picture.max() <= 1
+    for target in (given / 2, given > 0):
+        with refuses(ValueError, names=["target", "integers"]):
+            model.reconstruct(out.poses, target)
     with pytest.raises(RuntimeError, match="decoder=True"):
         plain.reconstruct(out.poses)
 
