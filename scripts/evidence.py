@@ -82,12 +82,19 @@ class Trained:
 
 AFTER = f"After {CORRUPTED} images of each class"
 TRAINED = {
-    "few": Trained("few", "test", "{} a class", tuple(sorted(SCALES[SCALE].few))),
+    "few": Trained("few", "test", "With {} a class", tuple(sorted(SCALES[SCALE].few))),
     "rotation": Trained("rotation", "unseen", "Within ±30°, tested at 30 to 60° in either sense"),
     "affine": Trained("affine", "affnist", "Shifted digits, tested on affine ones (affNIST, regenerated)"),
     "overlap": Trained("overlap", "test", "Two digits of one image, both to be named (MultiMNIST)"),
     "corruption": Trained("few", "corrupted", f"{AFTER}, mean of twelve corruptions", (CORRUPTED,)),
-    "calibration": Trained("few", "ece", f"{AFTER}, unchanged images", (CORRUPTED,), "calibration error", -1),
+    "calibration": Trained(
+        "few",
+        "ece",
+        f"{AFTER}, unchanged images: expected calibration error of the softmax of the scores, without a temperature",
+        (CORRUPTED,),
+        "calibration error",
+        -1,
+    ),
 }
 
 
@@ -419,9 +426,9 @@ def masking_lines(folder: Path) -> list[str]:
             fooled.append(name)
     which = f" ({', '.join(fooled)})" if fooled else ""
     return [
-        f"The loss of {_of(len(flat), len(rows))} heads fails to rise along its gradient, up to 2/255 with the length "
-        "of the step, and up to 8/255 more than along random signs. An attack by the gradients of `avg` changes more "
-        f"than {100 * MASKED:.0f}% of the images that stand after an attack by the head's own gradients in "
+        f"In {_of(len(flat), len(rows))} heads the loss fails to rise along its gradient, with the length of a step up "
+        "to 2/255, and more than along random signs up to 8/255. An attack by the gradients of `avg` changes images "
+        f"that stand after an attack by the head's own gradients, more than {100 * MASKED:.0f}% of all, in "
         f"{_of(len(fooled), len(rows) - 1)} heads{which}.",
         "",
         f"The mean loss (the largest log-probability of another class less that of the image's own, in nats) of {n} "
@@ -537,20 +544,29 @@ def trained_lines(claim: str, folder: Path) -> list[str]:
         if not any(rows.values()):
             continue
         about = one.about.format(f"{setting} image{'s' if setting > 1 else ''}")
+        level = SCALES[SCALE].levels.get(claim, (None, 0))[0]
+        reached = f" {one.name} at {level:g}%, % | its validation, % | reached by |" if level else ""
         lines += ["", f"**{about}**", ""]
-        lines += [f"| head | rate | runs | {one.name}, % | validation, % |", "|---|---:|---:|---:|---:|"]
+        lines += [f"| head | rate | runs | {one.name}, % | validation, % |{reached}"]
+        lines += ["|---|" + "---:|" * (7 if level else 4)]
         for name, runs in rows.items():
             values = [run[one.figure] for run in runs]
             shown = _plus_minus(values) if values else "not run yet"
             rate = f"{runs[0]['rate']:g}" if runs else "–"
             validation = f"{statistics.mean(run['validation'] for run in runs):.1f}" if runs else "–"
-            lines.append(f"| {name} | {rate} | {len(runs)} | {shown} | {validation} |")
-        for matched in (False, True)[: 1 + (claim in SCALES[SCALE].levels)]:
-            found = compared(claim, setting, folder, matched)
-            when = (
-                f"at the first validation accuracy of {SCALES[SCALE].levels[claim][0]:g}%" if matched else ""
-            )
-            lines += ["", *([f"The same {when}:", ""] if matched else []), *_differences(found)]
+            cells = [name, rate, f"{len(runs)}", shown, validation]
+            if level:
+                states = [run["matched"] for run in runs if run["matched"]]
+                cells += [_plus_minus([state[one.figure] for state in states]) if states else "–"]
+                cells += [
+                    f"{statistics.mean(state['validation'] for state in states):.1f}" if states else "–"
+                ]
+                cells += [f"{len(states)}"]
+            lines.append("| " + " | ".join(cells) + " |")
+        for early in (False, True)[: 1 + bool(level)]:
+            found = compared(claim, setting, folder, early)
+            when = f"at the first validation accuracy of {level:g}%" if early else ""
+            lines += ["", *([f"The same {when}:", ""] if early else []), *_differences(found)]
             said = ", ".join(part for part in (about if len(one.settings) > 1 else "", when) if part)
             verdicts += [_verdict(part, one, said) for part in found if part.by]
     return [" ".join(verdicts), *lines] if verdicts else lines[1:] or ["Not run yet."]
@@ -564,7 +580,8 @@ def _verdict(found: Compared, one: Trained, when: str) -> str:
     """How many heads differ from their twins, and by how much."""
     which = ", ".join(f"{head} {found.by[head][0]:+.2f} ± {found.by[head][1]:.2f}" for head in found.by if
                       head in found.differ)  # fmt: skip
-    said = f"the {one.name} of {_of(len(found.differ), len(found.by))} heads differs from that of {_twin(found.twin)}"
+    many, verb = _of(len(found.differ), len(found.by)), "differ" if len(found.differ) > 1 else "differs"
+    said = f"the {one.name} of {many} heads {verb} from that of {_twin(found.twin)}"
     said = f"{when}, {said}" if when else said
     return f"{said[0].upper()}{said[1:]}{f' ({which} points)' if which else ''}."
 
@@ -599,22 +616,31 @@ def _plus_minus(values: list[float]) -> str:
 def _draw_trained(claim: str) -> Callable[[Any, Path], None]:
     def draw(axes: Any, folder: Path) -> None:
         (panel,) = axes
-        one = TRAINED[claim]
+        one, level = TRAINED[claim], SCALES[SCALE].levels.get(claim, (0, 0))[0]
         for place, setting in enumerate(one.settings):
             rows = {name: runs for name, runs in trained(claim, setting, folder).items() if runs}
-            if not rows:
-                continue
-            values = [[run[one.figure] for run in runs] for runs in rows.values()]
-            means = [statistics.mean(part) for part in values]
-            bars = [statistics.stdev(part) if len(part) > 1 else math.nan for part in values]
-            label = f"{setting} a class" if len(one.settings) > 1 else None
-            panel.errorbar(means, list(rows), xerr=bars, fmt="o", color=f"C{place}", capsize=3, label=label)
+            label = f"{setting} a class" if len(one.settings) > 1 else "end of training"
+            _over_seeds(panel, rows, one.figure, color=f"C{place}", fmt="o", label=label)
+            if level:
+                states = {name: [run["matched"] or {} for run in runs] for name, runs in rows.items()}
+                _over_seeds(
+                    panel, states, one.figure, color="0.6", fmt="s", label=f"at {level:g}% of validation"
+                )
         panel.set_xlabel(f"{one.name}, %, ± standard deviation over the seeds")
         panel.invert_yaxis()
-        if len(one.settings) > 1:
+        if level or len(one.settings) > 1:
             panel.legend(fontsize=7)
 
     return draw
+
+
+def _over_seeds(panel: Any, rows: dict[str, list[dict[str, Any]]], figure: str, **style: Any) -> None:
+    """Mean and standard deviation of a figure, of the runs that have it; a row of the plot for each name."""
+    values = [[run[figure] for run in runs if figure in run] for runs in rows.values()]
+    means = [statistics.mean(part) if part else math.nan for part in values]
+    bars = [statistics.stdev(part) if len(part) > 1 else math.nan for part in values]
+    if values:
+        panel.errorbar(means, list(rows), xerr=bars, capsize=3, **style)
 
 
 # -- the page -------------------------------------------------------------------------------------------------------
@@ -663,9 +689,14 @@ def progress(folder: Path) -> dict[str, tuple[int, int]]:
     return found
 
 
+#: Share of the validation accuracy of ``avg`` below which a head is said not to be trained to the end.
+UNFINISHED = 2 / 3
+
+
 def overall(folder: Path) -> list[str]:
     """Sentences about all comparisons of heads with capsules, at the end of training."""
-    lines = []
+    lines, widths = [], []
+    unfinished: dict[str, list[str]] = {}
     for kind in ("avg", "even"):
         better: list[str] = []
         worse: list[str] = []
@@ -674,9 +705,17 @@ def overall(folder: Path) -> list[str]:
             for setting in one.settings:
                 (part,) = (some for some in compared(claim, setting, folder) if some.twin == kind)
                 where = f"{claim}, {setting} a class" if len(one.settings) > 1 else claim
-                for head in part.by:
-                    count += head != "conv"
-                    if head in part.differ and head != "conv":
+                reached = {
+                    name: statistics.mean(run["validation"] for run in runs)
+                    for name, runs in trained(claim, setting, folder).items()
+                    if runs
+                }
+                for head in (head for head in part.by if head != "conv"):
+                    count += 1
+                    widths.append(part.by[head][1])
+                    if kind == "avg" and reached[head] < UNFINISHED * reached["avg"]:
+                        unfinished.setdefault(head, []).append(where)
+                    if head in part.differ:
                         (better if one.sign * part.by[head][0] > 0 else worse).append(f"{head}: {where}")
         if count:
             sides = [
@@ -691,8 +730,14 @@ def overall(folder: Path) -> list[str]:
     if lines:
         lines.append(
             f"Such a comparison has {len(SEEDS)} seeds and {SCALES[SCALE].test:,} test images, and counts where "
-            "Welch's t is significant at 5% with Holm's correction over the heads of a claim."
+            "Welch's t is significant at 5% with Holm's correction over the heads of a claim. Half the width of its "
+            f"95% interval is {statistics.median(widths):.1f} points (median), so that smaller differences are open."
         )
+    lines += [
+        f"`{head}` was not trained to the end there ({_semicolons(places)}: less than two thirds of the validation "
+        "accuracy of `avg`)."
+        for head, places in unfinished.items()
+    ]
     return lines
 
 

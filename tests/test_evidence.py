@@ -276,6 +276,8 @@ def few(
                 "seconds": 9,
             } | more
             row |= {"updates": run.updates}
+            if row.get("matched"):
+                row["matched"] = {figure: row["matched"] + 0.1 * seed, "validation": 80.0}
             evidence.keep(claim, run.key, row, folder)
 
 
@@ -306,11 +308,25 @@ def test_the_paragraph_counts_every_comparison(script: Any, evidence: Any, tmp_p
     few(tmp_path, evidence, {"avg": 5.0, "em": 6.0}, setting=100, figure="ece", validation=90.0)
     assert "It is worse in 1 of 2 (em: calibration)." in script.overall(tmp_path), "a smaller error is better"
     few(tmp_path, evidence, {"avg": 3.0, "idpa": 30.0}, claim="overlap", setting=0)
+    assert not any("trained to the end" in line for line in script.overall(tmp_path))
+    few(
+        tmp_path,
+        evidence,
+        {"avg": 90.0, "idpa": 30.0},
+        claim="rotation",
+        setting=0,
+        figure="unseen",
+        matched=None,
+    )
+    assert script.overall(tmp_path)[-1].startswith(
+        "`idpa` was not trained to the end there (rotation: less than"
+    )
     assert "idpa: overlap" not in " ".join(script.overall(tmp_path)), "avg did not train"
     means = {"avg": 80.0, "em": 80.05}
-    few(tmp_path, evidence, means, claim="affine", setting=0, figure="affnist", matched={"affnist": 50.0})
+    few(tmp_path, evidence, means, claim="affine", setting=0, figure="affnist", matched=50.0)
     lines = script.trained_lines("affine", tmp_path)
     assert "At the first validation accuracy of" in lines[0] and "| em | +0.05 ± 0.23 | – |" in lines
+    assert "| em | 0.1 | 3 | 80.15 ± 0.10 | 80.0 | 50.10 ± 0.10 | 80.0 | 3 |" in lines
     few(tmp_path, evidence, {"em": 80.05}, claim="affine", setting=0, figure="affnist", matched=None)
     (_, part) = script.compared("affine", 0, tmp_path, matched=True)
     assert part.short == ["em"] and not part.by
