@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from tests.support import load_script
-from tests.support.errors import assert_names, refuses
+from tests.support.errors import refuses
 
 
 @pytest.fixture(scope="module")
@@ -22,28 +21,11 @@ def bench(root: Path) -> ModuleType:
     return load_script(root / "benchmarks" / "models.py")
 
 
-def test_specs(bench: ModuleType) -> None:
-    assert bench.parse_spec("idpa_resnet") == ("idpa_resnet", {})
-    expected = {"routing_iters": 1, "pool": "avg", "img_size": 28}
-    assert bench.parse_spec("net:routing_iters=1,pool=avg,img_size=28") == ("net", expected)
-    with pytest.raises(SystemExit, match="argument=value"):
-        bench.parse_spec("net:routing_iters")
-
-
-def test_choice(bench: ModuleType) -> None:
-    everything = bench.chosen([])
-    assert set(bench.VARIANTS) < set(everything)
-    assert bench.chosen(["idpa_cnn*", "idpa_cnn"]) == ["idpa_cnn", "idpa_cnn_cifar100"]
-    with refuses(SystemExit, names=["matches", "nothing"]):
-        bench.chosen(["nothing*"])
-
-
 def test_yardstick_is_the_cifar_resnet18(bench: ModuleType) -> None:
     model, size = bench.build(bench.YARDSTICK)
     assert size == (3, 32, 32)
     # torchvision's 11,689,512 with this stem and head
     assert sum(p.numel() for p in model.parameters()) == 11_173_962
-    import torch
 
     features = model.eval().forward_features(torch.zeros(1, *size))
     assert features.shape == (1, 512, 4, 4)  # 32 / 8: neither the stem nor a max-pool halves
@@ -59,22 +41,6 @@ def test_multiply_adds(bench: ModuleType) -> None:
     assert model(bench.torch.zeros(2, *size)).shape == (2, 16)
     with refuses(SystemExit, names=["layer9", "layer1"]):
         bench.build("resnet20_routingpool@layer9")
-
-
-def test_ratio_is_the_median_of_pairs(bench: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
-    # yardstick and model in turns; the second pair was disturbed, as a whole
-    times = iter([1.0, 2.0, 10.0, 20.0, 1.0, 2.2])
-    monkeypatch.setattr(bench, "timed", lambda run, device: next(times))
-    milliseconds, ratio, left = bench.compare(lambda: None, lambda: None, 3, 0, torch.device("cpu"))
-    assert ratio == 2.0 and milliseconds == 2200.0 and left is None
-    # and the part, whose turn is the third
-    times = iter([1.0, 2.0, 1.5, 10.0, 20.0, 15.0, 1.0, 2.0, 0.5])
-    assert bench.compare(lambda: None, lambda: None, 3, 0, torch.device("cpu"), lambda: None)[1:] == (
-        2.0,
-        0.5,
-    )
 
 
 @pytest.mark.slow
@@ -143,19 +109,6 @@ def test_graphs_are_compared_by_content(root: Path, tmp_path: Path) -> None:
         assert plain != write("c", **change), change
 
 
-def test_times_of_another_processor_are_measured_again(root: Path) -> None:
-    export = load_script(root / "benchmarks" / "export.py")
-    at = {"ms": 1.0, "eager": 1.0, "resnet18": 1.0}
-    row = export.Row("m", 1, 1, 0.0, {"1": at}, "here")
-    assert row.missing([1, 16], "here", False) == [16] and row.missing([1], "here", False) == []
-    assert row.missing([1], "here", True) == [1], "torch.compile was not measured"
-    assert row.missing([1], "there", False) == [] and row.missing([1, 16], "there", False) == [1, 16]
-    row.on("here")
-    assert row.times
-    row.on("there")
-    assert not row.times and row.processor == "there"
-
-
 @pytest.mark.slow
 def test_two_checkouts_exported(root: Path) -> None:
     """A checkout against itself writes the same graph."""
@@ -163,31 +116,6 @@ def test_two_checkouts_exported(root: Path) -> None:
     done = subprocess.run([*command, "--onnx", "--threads", "1"], cwd=root, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "the same graph" in done.stdout
-
-
-def test_a_folder_without_a_checkout_is_refused(root: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "benchmarks/versions.py", str(tmp_path), "--models", "resnet20_routingcaps"]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True)
-    assert_names(done.stderr, ["folder", "checkout"])
-    assert done.returncode == 2
-
-
-def test_capconv_without_capsules(bench: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
-    from capszoo.layers.capconv import CapConv, MasterAide, SquashGroups
-
-    monkeypatch.setattr(SquashGroups, "forward", SquashGroups.forward)  # put back at the end
-    monkeypatch.setattr(MasterAide, "forward", MasterAide.forward)
-    monkeypatch.setattr(CapConv, "engines", CapConv.engines)
-    layer, x = MasterAide(8, 8, 3, 1, 4, "both").eval(), torch.randn(2, 8, 5, 5)
-    with torch.no_grad():
-        whole = layer(x)
-        bench.leave_capsules_out()
-        plain = layer(x)
-        expected = layer.master_bn(layer.master(x)).relu() + layer.aide_bn(layer.aide(x)).relu()
-    torch.testing.assert_close(plain, expected)
-    assert not torch.allclose(plain, whole)
 
 
 @pytest.fixture(scope="module")
@@ -221,25 +149,6 @@ def test_stated_multiply_adds(routing: ModuleType) -> None:
     assert (round(one / 1e6), round(two / 1e6)) == (44, 66)
 
 
-def test_floor_is_the_larger_limit(routing: ModuleType) -> None:
-    machine = routing.Machine(macs=1e9, bytes=1e8)
-    assert machine.floor(2e9, 1e8) == 2.0 and machine.floor(1e9, 3e8) == 3.0
-
-
-def test_peak_of_step_counts_what_is_alive_at_once(routing: ModuleType) -> None:
-    torch = routing.torch
-
-    def step() -> None:
-        for _ in range(4):  # one at a time
-            torch.empty(2**20)
-
-    def hoard() -> None:
-        _ = [torch.empty(2**20) for _ in range(4)]
-
-    assert routing.peak_of_step(step) == 4 * 2**20
-    assert routing.peak_of_step(hoard) == 16 * 2**20
-
-
 @pytest.fixture(scope="module")
 def exports(root: Path) -> ModuleType:
     pytest.importorskip("onnxruntime")
@@ -256,29 +165,6 @@ def test_einsum_graphs_are_the_same_function(exports: ModuleType) -> None:
         assert torch.allclose(ours, theirs, atol=1e-4), name
 
 
-def test_export_targets_are_told_reached_or_missed(exports: ModuleType) -> None:
-    def row(model: str, eager: float, resnet18: float) -> object:
-        return exports.Row(model, 1, 1, 0.0, {"1": {"ms": 1.0, "eager": eager, "resnet18": resnet18}})
-
-    rows = [row("idpa_resnet", 1.2, 0.4), row("capsnet_dynamic", 0.9, 2.0), row("idpa_cnn", 2.0, 1.0)]
-    assert exports.verdicts(rows) == [
-        "missed: idpa_resnet at 2.50 × ResNet-18, target 2",
-        "missed: capsnet_dynamic at batch 1 is slower than eager (0.90)",
-        "reached: capsnet_dynamic at 0.50 × ResNet-18, target 0.6",
-    ]
-    assert "| `idpa_cnn` | 1 | 0.0 | 0e+00 | 1.0 | 2.00 | – | 1.00 |" in exports.table(rows)
-
-
-def test_export_results_of_other_settings_are_not_mixed(exports: ModuleType, tmp_path: Path) -> None:
-    file = tmp_path / "results.json"
-    row = exports.Row("idpa_cnn", 1, 2, 0.0, {"1": {"ms": 1.0, "eager": 2.0, "resnet18": 3.0}})
-    exports.write(file, {"idpa_cnn": row}, {"threads": 2})
-    assert exports.read(file, {"threads": 2}) == {"idpa_cnn": row}
-    with refuses(SystemExit, names=["figures", "settings"]):
-        exports.read(file, {"threads": 1})
-    assert exports.read(tmp_path / "none.json", {}) == {}
-
-
 @pytest.mark.slow
 def test_one_exported_model_is_timed(
     exports: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -288,60 +174,6 @@ def test_one_exported_model_is_timed(
     times = exports.time_model("resnet20_routingpool", 1, 1, False)
     assert set(times) == {"ms", "eager", "resnet18"} and min(times.values()) > 0
     assert "Conv" in "\n".join(exports.profile("resnet20_routingpool", 1, 1))
-
-
-def test_two_values_of_a_threshold_are_compared(
-    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from capszoo.layers._strided_conv import StridedConv2d
-
-    script = load_script(root / "benchmarks" / "engines.py")
-    chosen, by_products = [], StridedConv2d._by_products
-    monkeypatch.setattr(
-        StridedConv2d, "_by_products", lambda self, x: chosen.append(by_products(self, x)) or chosen[-1]
-    )
-    options = ["--batch", "2", "--train", "--autocast", "--iters", "1"]
-    model = "capsnet_dynamic:stem_chans=8,caps_types=2"
-    monkeypatch.setattr(sys, "argv", ["x", model, "--tuning", "strided_conv_min_kernel=99", *options])
-    script.main()
-    forward, step = capsys.readouterr().out.splitlines()[2:]
-    assert "| forward |" in forward and "| training step |" in step
-    assert chosen[-5:] == [True, False, True, False, True], "with, then without and with in turns"
-    assert not any(chosen[:-5]), "without gradients"
-    monkeypatch.setattr(sys, "argv", ["x", model, "--tuning", "no_such=1"])
-    with pytest.raises(SystemExit):
-        script.main()
-    assert_names(capsys.readouterr().err, ["NAME=NUMBER", "NAME", "native_min_votes"])
-
-
-def test_two_layouts_are_compared(
-    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    script = load_script(root / "benchmarks" / "engines.py")
-    options = ["--batch", "2", "--train", "--autocast", "--compile", "--iters", "1", "--memory"]
-    compiled: list[Any] = []
-
-    def compile_(model: nn.Module, options: Any) -> nn.Module:
-        layouts = {p.is_contiguous() for p in model.parameters() if p.dim() == 4 and min(p.shape[1:]) > 1}
-        compiled.append((layouts, options))
-        return model
-
-    monkeypatch.setattr(torch, "compile", compile_)
-    monkeypatch.setattr(script.subprocess, "run", lambda command, **_: compiled.append(command) or Printed())
-    monkeypatch.setattr(sys, "argv", ["x", "resnet20_routingpool:depth=8", "--contiguous", *options])
-    script.main()
-    rows = capsys.readouterr().out.splitlines()[2:]
-    assert ["| forward |" in rows[0], "| training step |" in rows[1], "| 7 / 7 |" in rows[2]] == [True] * 3
-    assert compiled[:4] == [({True}, {"layout_optimization": False}), ({False}, None)] * 2
-    for command, which in zip(compiled[4:], ("with", "without"), strict=True):
-        assert command[command.index("--peak") + 1] == which
-        assert {"--contiguous", "--autocast", "--compile"} < set(command)
-
-
-class Printed:
-    """Of a process that ends with this line."""
-
-    stdout = "7\n"
 
 
 def test_the_picture_of_the_iterations_is_of_the_stored_results(root: Path, tmp_path: Path) -> None:

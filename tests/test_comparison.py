@@ -47,13 +47,6 @@ def run(
     (out / "metrics.jsonl").write_text(json.dumps({"epoch": 1, "routing": {"entropy": [0.5]}}) + "\n")
 
 
-def test_rows_without_runs_say_so(comparison: Any, tmp_path: Path) -> None:
-    page = comparison.page(tmp_path)
-    assert page.count("no run yet") == 9 and "too few runs" in page and ".svg" not in page
-    commands = comparison.commands(kept=tmp_path)
-    assert len(set(commands)) == len(commands) == 3 + 6 + 3 * 8, "no head of two layers is chosen yet"
-
-
 def test_a_trial_chooses_the_head_of_two_layers(comparison: Any, tmp_path: Path) -> None:
     runs, kept = tmp_path / "runs", tmp_path / "kept"
     names = list(comparison.DEPTH2.values())
@@ -101,38 +94,6 @@ def test_trials_on_validation_images_choose_the_rate(comparison: Any, tmp_path: 
     )
     assert "`conv` is 0.1: 61.0%, 0.03: 71.0%, 0.01: 66.0%." in said, "validation accuracies"
     assert "have not been run (`self_routing`)" in said
-
-
-def test_heads_that_do_not_route_are_named(comparison: Any, tmp_path: Path) -> None:
-    names = comparison.HEADS["dynamic"], comparison.HEADS["idpa"]
-    for name, entropy in zip(names, (0.9951, 0.9), strict=True):
-        run(comparison, tmp_path / "runs", name, 0, 80.0)
-        record = {"epoch": 1, "routing": {"entropy": [None, entropy]}}
-        (tmp_path / "runs" / f"{name}.0" / "metrics.jsonl").write_text(json.dumps(record) + "\n")
-    comparison.collect(tmp_path / "runs", tmp_path / "kept")
-    assert comparison.even_heads(comparison.rows(tmp_path / "kept")) == ["dynamic"]
-    assert "couplings stayed even (entropy 1.00): `dynamic`." in comparison.page(tmp_path / "kept")
-
-
-def test_costs_are_relative_to_average_pooling(comparison: Any, tmp_path: Path) -> None:
-    assert comparison.cost_table(tmp_path / "absent.json") == []
-    command = comparison.benchmark().split()
-    models = command[command.index("--models") + 1 : command.index("--out")]
-    rows = [
-        {"model": model, "forward_ratio": 0.5 + n, "train_ratio": 0.25 + n, "peak_over_start_mib": 1000.0 + n}
-        for n, model in enumerate(models)
-    ]
-    settings = {"batch": 32, "processor": "a processor, 2 CPU threads", "iters": 9}
-    measured = tmp_path / "cost.json"
-    measured.write_text(json.dumps({"settings": settings, "rows": rows}))
-    lines = comparison.cost_table(measured)
-    assert "| avg | 1.00 | 1.00 | 1,000 |" in lines and "| routing_pool | 3.00 | 5.00 | 1,001 |" in lines
-    assert sum(line.startswith("| ") for line in lines) == 12 and "a processor, 2 CPU threads" in lines[0]
-
-    measured.write_text(
-        json.dumps({"settings": settings, "rows": [row for row in rows if "em" not in row["model"]]})
-    )
-    assert "| em | not measured yet | – | – |" in comparison.cost_table(measured)
 
 
 def test_the_page_follows_from_the_runs(comparison: Any, tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ import torch
 
 from capszoo.data import DATASETS, ImageSet
 from capszoo.data.sources import compose
-from capszoo.recipes.evaluation.target import EvalTarget, prepare
-from tests.support import load_script, packed
+from capszoo.recipes.evaluation.target import EvalTarget
+from tests.support import load_script
 
 
 @pytest.fixture(scope="module")
@@ -56,18 +56,6 @@ def test_every_head_has_its_twin_and_the_same_images(tiny: Any) -> None:
         assert len(drawn[0]) == 8 * tiny.Job("small", claim, setting, "em", False, 0).updates
         different = [len(drawn[0].images[drawn[0].labels == label].unique(dim=0)) for label in range(10)]
         assert each is None or max(different) == each
-
-
-def test_angles_are_those_of_the_claim(evidence: Any) -> None:
-    pixels = torch.zeros(400, 1, 21, 21, dtype=torch.uint8)
-    pixels[:, :, 10, 18] = 255  # on the horizontal, 8 pixels right of the middle
-    images = ImageSet(DATASETS["mnist"], "test", pixels, torch.zeros(400, dtype=torch.int64))
-    found = evidence.rotated(images, 30, 60, 3).images[:, 0].float()
-    place = torch.arange(21) - 10.0
-    down, right = ((found * grid).sum((1, 2)) / found.sum((1, 2)) for grid in (place[:, None], place[None]))
-    angles = torch.rad2deg(torch.atan2(-down, right))
-    assert bool(((angles.abs() > 29) & (angles.abs() < 61)).all())
-    assert 0.4 < (angles > 0).float().mean() < 0.6
 
 
 def test_a_run_is_kept_and_not_repeated(tiny: Any, tmp_path: Path) -> None:
@@ -202,39 +190,6 @@ def test_masked_gradients_are_seen(evidence: Any) -> None:
     assert masked["radii"][0]["own"] > 10
 
 
-def test_the_rate_warms_up_and_ends_at_zero(evidence: Any) -> None:
-    rates = [evidence.learning_rate(step, 100, 0.3) for step in range(100)]
-    assert (
-        rates[0] == pytest.approx(0.03) and max(rates) == rates[10] == pytest.approx(0.3) and rates[-1] < 1e-3
-    )
-
-
-def test_a_measurement_is_repeated_for_another_file(
-    tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = "resnet20_routingcaps.mnist"
-    scale = replace(
-        tiny.SCALES["small"], measured={"pose": 24, "ood": 24, "deletion": 2, "attack": 2, "masking": 2}
-    )
-    monkeypatch.setitem(tiny.SCALES, "small", scale)
-    digits = packed(tiny.ROOT, "mnist")
-
-    def prepared(name: str, **options: Any) -> EvalTarget:
-        return prepare(name, digits, limit=options["limit"], device="cpu")
-
-    monkeypatch.setattr(tiny, "prepare", prepared)
-    before = {one.key for one, _ in tiny.missing_measurements("small", tmp_path) if one.claim == "pose"}
-    record = tiny.measure(tiny.Measurement("small", "pose", model), None, torch.device("cpu"), tmp_path)
-    assert record["images"] == 24 and record["result"]["n"] == 12 and record["dataset"] == "mnist"
-    after = {one.key for one, _ in tiny.missing_measurements("small", tmp_path) if one.claim == "pose"}
-    assert before - after == {f"small/{model}"}
-    tiny.keep("pose", f"small/{model}", record | {"sha256": "of an earlier file"}, tmp_path)
-    again = {one.key for one, _ in tiny.missing_measurements("small", tmp_path) if one.claim == "pose"}
-    assert again == before
-    other = tiny._outliers_of(prepared(model, limit=4), tmp_path, 5)
-    assert other.spec.name == "fashion_mnist" and other.images.shape == (5, 1, 28, 28)
-
-
 @pytest.fixture(scope="module")
 def script(root: Path) -> Any:
     return load_script(root / "scripts" / "evidence.py")
@@ -246,12 +201,6 @@ def test_the_page_is_up_to_date(script: Any) -> None:
         "evidence_rates"
     }
     assert {path.stem for path in script.PICTURES.glob("evidence_*.svg")} == drawn
-
-
-def test_a_page_without_runs_claims_nothing(script: Any, tmp_path: Path) -> None:
-    text = script.page(tmp_path)
-    assert text.count("Not run yet.") == len(script.CLAIMS) and ".svg" not in text
-    assert script.plots(tmp_path, tmp_path) == [] and "Not tested yet" in script.summary(tmp_path)
 
 
 def few(
@@ -331,34 +280,3 @@ def test_the_paragraph_counts_every_comparison(script: Any, evidence: Any, tmp_p
     (_, part) = script.compared("affine", 0, tmp_path, matched=True)
     assert part.short == ["em"] and not part.by
     assert any(line.startswith("- ") and "evidence.py masking" in line for line in script.left(tmp_path))
-
-
-def test_verdicts_count_what_the_intervals_show(script: Any, evidence: Any, tmp_path: Path) -> None:
-    def score(source: str, low: float) -> dict[str, Any]:
-        return {
-            "change": "shift",
-            "source": source,
-            "width": 9,
-            "r2": low + 0.05,
-            "interval": [low, low + 0.1],
-        }
-
-    lows = {"class poses": 0.5, "class activations": 0.0, "pooled features": 0.55, "pixels": 0.9}
-    scores = [score(source, low) for source, low in lows.items()]
-    scores += [one | {"change": "rotation"} for one in scores]
-    row = {"dataset": "cifar10", "result": {"n": 300, "fitted": 300, "scores": scores}}
-    evidence.keep("pose", f"small/{evidence.HEAD_CHECKPOINTS['em']}", row, tmp_path)
-    said = script.pose_lines(tmp_path)[0]
-    assert "activations in 2 of 2 cases" in said and "same network in none of 2" in said
-    methods = [
-        {"method": name, "n": 20, "random": 0.3, "area": 0.4, "gain": gain, "interval": interval}
-        for name, gain, interval in (
-            ("couplings", -0.1, [-0.2, -0.05]),
-            ("gradient", 0.1, [0.05, 0.2]),
-            ("occlusion", 0.2, [0.1, 0.3]),
-        )
-    ]
-    row = {"dataset": "cifar10", "images": 20, "result": {"methods": methods}}
-    evidence.keep("deletion", f"small/{evidence.HEAD_CHECKPOINTS['em']}", row, tmp_path)
-    said = script.deletion_lines(tmp_path)[0]
-    assert "none of 1 networks" in said and "less in 1 of 1" in said

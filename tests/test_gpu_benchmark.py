@@ -23,10 +23,6 @@ def gpu(root: Path) -> ModuleType:
     return load_script(root / "benchmarks" / "gpu.py")
 
 
-def keep(gpu: ModuleType, out: Path, step: str, **items: Any) -> None:
-    gpu.write(out / f"{step}.json", {"items": items, "running": None})
-
-
 def test_an_item_that_fails_leaves_the_others_alone(
     gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -55,51 +51,6 @@ def test_an_item_that_fails_leaves_the_others_alone(
         gpu.main(["--out", str(tmp_path), "--dry-run"])
 
 
-def test_what_hangs_or_dies_is_recorded(
-    gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A stand-in for the step's process hangs at its first item, dies at its second, and makes its third."""
-    stub = tmp_path / "stub.py"
-    stub.write_text(f"""
-import json, os, time
-from pathlib import Path
-path = Path({str(tmp_path / "train.json")!r})
-items = json.loads(path.read_text())["items"] if path.is_file() else {{}}
-def write(running):
-    path.write_text(json.dumps({{"items": items, "running": running}}))
-if "a" not in items:
-    write("a"); time.sleep(60)
-if "b" not in items:
-    write("b"); os._exit(11)
-if "c" not in items:  # the limit comes in the middle of the second item of this process
-    items["c"] = {{}}; write("d"); time.sleep(60)
-items["d"] = {{}}
-write(None)
-""")
-    monkeypatch.setattr(gpu, "__file__", str(stub))
-    monkeypatch.setattr(gpu, "LIMIT", 2)
-    monkeypatch.setitem(gpu.STEPS, "train", lambda _: dict.fromkeys("abcd"))
-    settings = gpu.Settings(tmp_path, True)
-    assert gpu.supervise("train", [], settings, 60) == "2 failed: a, b"
-    assert gpu.read(tmp_path, "train") == {
-        "a": {"error": "took more than 2 s"},
-        "b": {"error": "its process exited with 11"},
-        "c": {},
-        "d": {},
-    }
-    (tmp_path / "train.json").unlink()
-    assert gpu.supervise("train", [], settings, 1) == "4 items are left"
-    assert gpu.read(tmp_path, "train") == {}, "cut off by the call's end, not by its own limit"
-
-
-def test_a_layer_that_is_wrong_or_unchecked_is_not_timed(gpu: ModuleType, tmp_path: Path) -> None:
-    right, wrong = {"passed": True}, {"passed": False}
-    checks = {f"dynamic, {dtype}": right for dtype in ("float32", "bfloat16")} | {"dynamic, float16": wrong}
-    keep(gpu, tmp_path, "check", **checks)
-    items = gpu.layers_(gpu.Settings(tmp_path, True))
-    assert "left_out" in items["dynamic, forward"]() and "left_out" in items["em, forward"]()
-
-
 def test_the_check_finds_errors(gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     cpu, case = torch.device("cpu"), gpu.TINY_CASES["em"]
     assert gpu.difference(case, torch.float32, cpu) < 1e-4
@@ -125,37 +76,6 @@ def test_what_is_measured_exists(gpu: ModuleType, tmp_path: Path) -> None:
     assert {"IDPA, CUDA graphs", "IDPA, eager, without Triton", "EM, compiled"} <= names
     files = gpu.tests(gpu.Settings(tmp_path)).keys()
     assert "tests/layers/test_triton.py" in files and "tests/test_gpu_benchmark.py" not in files
-
-
-def test_failed_tests_are_named(gpu: ModuleType, tmp_path: Path) -> None:
-    text = "import pytest\npytestmark = pytest.mark.gpu\ndef test_right(): pass\n"
-    (tmp_path / "test_two.py").write_text(text)
-    assert "1 passed" in gpu.run_tests(tmp_path / "test_two.py")["result"]
-    (tmp_path / "test_two.py").write_text(text + "def test_wrong(): assert False\n")
-    with pytest.raises(RuntimeError, match="test_wrong"):
-        gpu.run_tests(tmp_path / "test_two.py")
-
-
-def test_a_report_by_hand(gpu: ModuleType, tmp_path: Path) -> None:
-    graphs = "IDPA, CUDA graphs"
-    steps = {
-        graphs: {"ms": 2.0, "n": 50, "MiB": None},
-        graphs + gpu.WITHOUT: {"ms": 2.5, "n": 40, "MiB": 7.0},
-    }
-    keep(gpu, tmp_path, "train", **steps, wrong={"error": "ValueError: a | b"})
-    layer = {"engine, ms": 1.0, "reference, ms": 9.0, "compiled reference, ms": 1.4}
-    keep(gpu, tmp_path, "layers", **{"idpa_conv, forward": layer})
-    gpu.write_report(gpu.Settings(tmp_path), "a card")
-    lines = (tmp_path / "report.md").read_text().splitlines()
-    assert lines[0] == "# a card" and any(torch.__version__ in line for line in lines)
-    assert f"| training step, {graphs} | 1.25 | 1.3 | missed: the kernel goes |" in lines
-    assert any(
-        line.startswith("| idpa_conv, forward") and line.endswith("| 1.40 | 1.3 | reached |")
-        for line in lines
-    )
-    assert f"| {graphs} | 2.00 | 50 | – |" in lines and "- wrong: ValueError: a / b" in lines
-    gpu.write_report(gpu.Settings(tmp_path, True), "CPU")
-    assert "reached" not in (tmp_path / "report.md").read_text(), "a dry run decides nothing"
 
 
 @pytest.mark.slow

@@ -15,7 +15,6 @@ from safetensors.torch import load_file
 
 import capszoo
 from benchmarks import photos
-from benchmarks.photos import Run
 
 
 def write_wheel(path: Path, pickled: bytes | None = None) -> dict[str, torch.Tensor]:
@@ -54,21 +53,3 @@ def test_a_wheel_of_pickled_code_is_not_run(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(Exception, match=r"[Ww]eights"):
         photos.write_backbone(tmp_path / "lite0", wheel)
     assert not (tmp_path / "evil").exists() and not (tmp_path / "lite0").exists()
-
-
-def test_the_tables_say_what_is_missing(tmp_path: Path) -> None:
-    assert "No figures yet" in photos.table(tmp_path)
-    about = {"hardware": "CPU", "torch": "2", "timm": "1", "n": 409, "trained_parameters": 82698}
-    for seed, top1 in enumerate((80.0, 82.0, 84.0)):
-        for net, start in (("idpa", "pretrained"), ("avg", "scratch")):
-            if net == "avg" and seed == 2:
-                continue
-            run = Run("sign_digits", net, start, seed)
-            row = {**run.__dict__, **about, "top1": top1, "mean_recall": 50.0}
-            (tmp_path / run.file).write_text(json.dumps(row))
-    text = photos.table(tmp_path)
-    assert "| `sign_digits` | `idpa` | 82,698 | 82.0 ± 2.0 | 50.0 ± 0.0 | missing |" in text
-    assert "| `sign_digits` | `avg` | – | missing | missing | 81.0 ± 1.4 (2 of 3 seeds) |" in text
-    left = len(photos.all_runs()) - 5
-    assert f"{left} of {len(photos.all_runs())} runs are missing" in text
-    assert len(photos.missing(tmp_path)) == left == len(set(photos.missing(tmp_path)))

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
-import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +12,6 @@ import torch
 from safetensors.torch import load_file
 
 from capszoo.errors import CapszooError
-from capszoo.recipes.config import load_recipe
 from capszoo.recipes.train import train
 from capszoo.recipes.training.distributed import Stopped
 from scripts import queue_runs
@@ -36,45 +33,6 @@ def test_the_queue_names_recipes_targets_and_twins(
     shown = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
     assert "in zoo" in shown["cnn6.mnist.seed1"] and " 0/" in shown["capsnet_em.cifar10"]
     assert main(["list", "cnn6.nothing"]) == 1 and "cnn6.nothing" in capsys.readouterr().err
-
-
-def test_started_runs_come_first_and_what_the_zoo_has_is_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Unless it is named, or the zoo's checkpoint misses the target with other settings."""
-    tag, started = "idpa_cnn.mnist", list[str]()
-    raw: dict[str, Any] = {"seed": 0, "metrics": {"test": {"top1": 60.0}}, "seeds": {"seeds": [0, 1]}}
-    monkeypatch.setattr(queue_runs, "checkpoints", lambda **_: {tag: SimpleNamespace(raw=raw)})
-    monkeypatch.setattr(
-        queue_runs, "run_jobs", lambda jobs, _: started.extend(job.out.name[-1] for job in jobs)
-    )
-    (tmp_path / f"{tag}.seed3" / "checkpoints" / "step-00000005").mkdir(parents=True)
-
-    def trained(at_least: float | None, *named: str) -> str:
-        started.clear()
-        items = [QueueItem(tag, seeds=(0, 1, 2, 3), at_least=at_least)]
-        monkeypatch.setattr(queue_runs, "read_queue", lambda: items)
-        assert main(["train", *named, "--out", str(tmp_path)]) == 0
-        return "".join(started)
-
-    assert trained(60.0) == "32"
-    assert trained(60.0, tag) == trained(60.1) == trained(None) == "3012"
-    raw["recipe"] = load_recipe(tag).model_dump(mode="json")  # below the target, but training would repeat it
-    assert trained(60.1) == "32"
-    raw["recipe"] = load_recipe(tag, ["epochs=7"]).model_dump(mode="json")
-    assert trained(60.1) == "3012"
-
-
-def test_the_end_of_the_time_is_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def stop(*_: Any) -> None:
-        raise Stopped("", signal.SIGTERM)
-
-    monkeypatch.setattr(queue_runs, "run_jobs", lambda *_: time.sleep(60))
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        assert main(["train", "cnn6.cifar10", "--minutes", "0.003", "--out", str(tmp_path)]) == 0
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def test_a_run_goes_on_elsewhere_from_small_files(

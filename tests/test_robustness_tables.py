@@ -57,23 +57,3 @@ def test_the_pictures_are_of_the_corruptions(data: str, tmp_path: Path) -> None:
     # not equal in every pixel: processors round differently
     same = old.shape == new.shape and float(np.abs(old - new).mean()) < 1
     assert same and stated == {robustness.drawn_from(image)}, "python benchmarks/robustness.py --draw"
-
-
-def test_tables(monkeypatch: pytest.MonkeyPatch) -> None:
-    each = [
-        {"name": "a", "group": "noise", "accuracy": [10.0, 20.0]},
-        {"name": "b", "group": "noise", "accuracy": [30.0]},
-        {"name": "c", "group": "blur", "accuracy": [50.0]},
-    ]
-    reliability = {"ece": 41.0, "nll": 0.5, "confidence": 58.0}
-    calibration = {"kind": "lengths", "raw": reliability, "scaled": None, "temperature": None, "n": 5}
-    row = {
-        "corruptions": {"n": 4, "clean": 90.0, "mean": 31.7, "each": each},
-        "calibration": calibration,
-    }
-    monkeypatch.setattr(robustness, "current", lambda: {"idpa_cnn.mnist": row, "idpa_cnn.cifar10": row})
-    header, _, *lines = robustness.corruption_table(1).splitlines()
-    assert header == "| weights | unchanged | noise | blur | mean of the 12 |"
-    assert lines == ["| `idpa_cnn.mnist` | 90.0 | 22.5 | 50.0 | 31.7 |"]
-    last = robustness.calibration_table().splitlines()[-1]
-    assert last == "| `idpa_cnn.cifar10` | lengths | 58.0 | 41.00 | – | – | 0.500 | – |"
