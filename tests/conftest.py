@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import gc
 import importlib.util
 import os
@@ -31,7 +33,25 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_finish() -> None:
     """Take what is imported by now out of the garbage collector's view: it takes 0.2 s to go through torch and timm."""
+    if "onnxscript" in sys.modules:
+        _keep_operators()
     _freeze()
+
+
+def _keep_operators() -> None:
+    """torch.onnx describes its 540 operators anew for every export, which takes a fifth of a small network's time."""
+    try:
+        from torch.onnx._internal.exporter._registration import ONNXRegistry
+    except ImportError:  # another version: the exports take longer
+        return
+    described = functools.cache(ONNXRegistry.from_torchlib)
+
+    def registry(opset_version: int) -> ONNXRegistry:
+        one = copy.copy(described(opset_version))
+        one.functions = {operator: [*ways] for operator, ways in one.functions.items()}
+        return one
+
+    ONNXRegistry.from_torchlib = staticmethod(registry)
 
 
 def pytest_unconfigure() -> None:

@@ -89,7 +89,10 @@ class _Nameless(nn.Module):
         return self.module(*inputs, **options)
 
 
-@pytest.mark.parametrize("wrap", [torch.compile, nn.DataParallel, AveragedModel, _Nameless])
+_SLOW = [pytest.param(wrap, marks=pytest.mark.slow) for wrap in (nn.DataParallel, AveragedModel)]
+
+
+@pytest.mark.parametrize("wrap", [torch.compile, _Nameless, *_SLOW])
 def test_a_wrapped_model_is_exported_by_the_name_that_the_message_gives(
     wrap: Callable[[nn.Module], nn.Module], tmp_path: Path
 ) -> None:

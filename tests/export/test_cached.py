@@ -63,9 +63,7 @@ def _predict(cache: Path, *arguments: object, code: int = 0) -> Any:
     return json.loads(found.stdout)
 
 
-@pytest.mark.parametrize(
-    "options", [(), ("--invert",), ("--fit",), ("--background", "white"), ("--topk", "1")]
-)
+@pytest.mark.parametrize("options", [(), ("--invert", "--background", "white"), ("--fit", "--topk", "1")])
 def test_both_runtimes_answer_the_same(cache: Path, images: list[Path], options: tuple[str, ...]) -> None:
     torch_said = _predict(cache, MODEL, *images, "--runtime", "torch", *options, code=1)
     onnx_said = _predict(cache, MODEL, *images, "--runtime", "auto", *options, code=1)

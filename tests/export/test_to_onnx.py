@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -139,22 +137,27 @@ def test_an_empty_batch_that_crashes_onnx_runtime_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options: dict[str, Any] = dict(batch=(1, 2, 5))
-    report = export(ToyCaps(), tmp_path / "good.onnx", **options)
+    report = export(ToyCaps(1), tmp_path / "good.onnx", **options)
     assert [step.detail for step in report.gate if "empty batch" in step.name] == ["[[0, 5]]"]
     monkeypatch.setattr(to_onnx, "allow_empty_batches", lambda proto: None)
     with refuses(ExportError, names=["empty", "batch"]):
-        export(ToyCaps(), tmp_path / "bad.onnx", **options)
+        export(ToyCaps(1), tmp_path / "bad.onnx", **options)
     assert not (tmp_path / "bad.onnx").exists()
 
 
-def test_fixed_batch(tmp_path: Path) -> None:
-    report = export(ToyCaps(1), tmp_path / "fixed.onnx", batch=3)
+def test_fixed_batch_through_a_link(tmp_path: Path) -> None:
+    (tmp_path / "link.onnx").symlink_to(tmp_path / "target.onnx")
+    report = export(ToyCaps(1), tmp_path / "link.onnx", batch=3)
+    assert (tmp_path / "link.onnx").is_symlink() and (tmp_path / "target.onnx").is_file()
     assert report.input_shape == (3, 1, 10, 10) and report.batch == (3, 3, 3)
     assert {d.batch for d in report.comparisons} == {3}
 
 
 def test_without_check_nothing_is_claimed(tmp_path: Path) -> None:
-    report = export(ToyCaps(1), tmp_path / "unchecked.onnx", check=False, optimize=False)
+    model = ToyCaps(1).train()
+    model.stem[1].eval()  # a frozen norm: each module's mode comes back
+    report = export(model, tmp_path / "unchecked.onnx", check=False, optimize=False)
+    assert model.training and model.class_caps.training and not model.stem[1].training
     assert not report.passed and report.comparisons == [] and np.isnan(report.max_abs_diff)
     assert (tmp_path / "unchecked.onnx").is_file()
 
@@ -174,7 +177,7 @@ def digits(count: int) -> tuple[Tensor, Tensor]:
     [
         "resnet20_routingcaps.mnist",
         # in float16 the two overflow at 100 times the values that an image can have
-        "capsnet_dynamic.mnist",
+        pytest.param("capsnet_dynamic.mnist", marks=pytest.mark.slow),  # a minute on a CPU
         pytest.param("capsnet_dynamic_cifar.cifar10", marks=pytest.mark.slow),
         pytest.param("idpa_cnn.mnist", marks=pytest.mark.slow),
     ],
@@ -221,16 +224,6 @@ def test_bfloat16(tmp_path: Path) -> None:
     with refuses(ExportError, names=["graph", "breaks"]):  # its convolution takes bfloat16 from 22 on
         export(ToyCaps(), tmp_path / "old.onnx", precision="bf16", gate="quick", opset=20)
     assert not (tmp_path / "old.onnx").exists()
-
-
-def test_half_precision_that_loses_too_much_is_refused(tmp_path: Path) -> None:
-    class Cancels(ToyCaps):
-        def forward(self, x: Tensor) -> Tensor:
-            return (super().forward(x) + 100) - 100  # half precision keeps no digit of it
-
-    with pytest.raises(ExportError, match="fp16 differs from float32 by|differs from eager by"):
-        export(Cancels(), tmp_path / "bad.onnx", precision="fp16", gate="quick")
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_half_precision_is_tried_at_the_ends_of_the_pixels(tmp_path: Path) -> None:
@@ -415,12 +408,6 @@ def test_a_pooled_map_of_few_pixels(channels_last: bool, tmp_path: Path) -> None
         assert model[0].weight.is_contiguous(memory_format=torch.channels_last)  # the user's own stays
 
 
-def test_a_link_to_a_file_is_followed(tmp_path: Path) -> None:
-    (tmp_path / "link.onnx").symlink_to(tmp_path / "target.onnx")
-    export(ToyCaps(1).eval(), tmp_path / "link.onnx", gate="quick", batch=1)
-    assert (tmp_path / "link.onnx").is_symlink() and (tmp_path / "target.onnx").is_file()
-
-
 def test_an_impossible_place_is_refused_before_tracing(tmp_path: Path) -> None:
     (tmp_path / "plain").write_text("x")
     os.mkfifo(tmp_path / "pipe.onnx")
@@ -504,10 +491,6 @@ def test_a_failed_gate_writes_nothing(
     assert path.read_text() == "an older file" and len(list(tmp_path.iterdir())) == 1
 
 
-def test_a_frozen_batch_exports_as_the_refusal_says(tmp_path: Path) -> None:
-    assert export(Wrapped(_frozen), tmp_path / "fixed.onnx", batch=3).passed
-
-
 def test_an_unequal_graph_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def spoilt(model: nn.Module, routing_iters: int | None = None) -> nn.Module:
         prepared = original(model, routing_iters)
@@ -570,13 +553,6 @@ def test_wrong_usage(tmp_path: Path) -> None:
         export(nn.Linear(4, 2), tmp_path / "x.onnx")
     with refuses(UsageError, names=["capsules"]):
         export(nn.Conv2d(1, 2, 1), tmp_path / "x.onnx", input_size=(1, 4, 4), outputs=("poses",))
-
-
-def test_modes_come_back_as_they_were(tmp_path: Path) -> None:
-    model = ToyCaps(1).train()
-    model.stem[1].eval()  # a frozen norm
-    export(model, tmp_path / "x.onnx", check=False)
-    assert model.training and model.class_caps.training and not model.stem[1].training
 
 
 # -- the structural rules, on graphs made by hand -------------------------------------------------------------------
@@ -645,18 +621,6 @@ def test_control_flow_is_found_inside_branches() -> None:
     )
     proto = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 20)], ir_version=10)
     assert node_types(proto) == {"If": 1, "NonZero": 2}
-
-
-def test_importing_stays_light(root: Path) -> None:
-    code = (
-        "import sys, capszoo.cli, capszoo.explain\n"
-        "from capszoo.export import bundle, cached, compare, to_aoti, to_onnx, to_tensorrt, to_torch_tensorrt, unroll\n"
-        "from capszoo.export.passes import conv_to_matmul, int8\n"
-        "loaded = {'onnx', 'onnxruntime', 'onnxscript', 'tensorrt', 'matplotlib', 'accelerate', 'datasets', 'pandas'}\n"
-        "print(sorted(loaded & set(sys.modules)))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
 
 
 def test_large_graphs_are_optimised_in_linear_time() -> None:

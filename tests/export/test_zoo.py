@@ -138,7 +138,9 @@ def test_every_model(name: str, precision: str, batch: str, couplings: bool, tmp
     through_the_gate(name, precision, tmp_path, batch, couplings)
 
 
-@pytest.mark.parametrize("name", PER_ROUTING)
+@pytest.mark.parametrize(
+    "name", zoo.slow_unless(("capsnet_dynamic", "capsnet_em_norb_small", "resnet20_idpa"), PER_ROUTING)
+)
 def test_timms_exporter_writes_a_file_for_every_batch(name: str, tmp_path: Path) -> None:
     """timm's check runs the batch of its example alone, which TorchScript's exporter may have written as constants."""
     from timm.utils.onnx import onnx_export

@@ -336,15 +336,6 @@ def test_children_in_another_order_give_the_same_aide_and_class_capsules() -> No
     torch.testing.assert_close(cap_fc(x[:, channels], shuffled), fc(x), rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("mode", ["master", "master_aide"])
-def test_batch_is_its_images_one_by_one(mode) -> None:
-    module = disturbed(EncapModule(4, 8, 3, 2, groups=4, mode=mode)).eval()
-    x = torch.randn(3, 4, 5, 7, dtype=torch.float64)
-    one_by_one = torch.cat([module(image[None]) for image in x])
-    torch.testing.assert_close(module(x), one_by_one, rtol=0, atol=1e-12)
-    assert module(x).shape == (3, 8, 3, 4)
-
-
 @pytest.mark.parametrize("fill", [0.0, 1.0, 1e4, "random"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("training", [False, True])

@@ -466,16 +466,6 @@ def outputs(layer: nn.Module, x: Tensor) -> list[Tensor]:
     return list(y) if isinstance(y, tuple) else [y]
 
 
-@each_layer
-def test_batch_equals_one_by_one(name: str, layer: nn.Module, x: Tensor) -> None:
-    layer, x = layer.double(), x.double()
-    together = outputs(layer, x)
-    alone = [torch.cat(parts) for parts in zip(*(outputs(layer, row[None]) for row in x), strict=True)]
-    layer.float()
-    for a, b in zip(together, alone, strict=True):
-        torch.testing.assert_close(a, b, atol=1e-9, rtol=1e-9)
-
-
 def half_types() -> list[torch.dtype]:
     return [torch.float32, torch.bfloat16, torch.float16]
 
@@ -526,19 +516,6 @@ def test_autocast_does_not_reach_inside(name: str, layer: nn.Module, x: Tensor) 
         given = outputs(layer, x)
     for a, b in zip(given, expected, strict=True):
         assert torch.equal(a, b)
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:FutureWarning")
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
-@each_layer
-def test_script_and_trace(name: str, layer: nn.Module, x: Tensor) -> None:
-    core = layer.layer if isinstance(layer, Packed) else layer
-    inputs = [x] if core is layer else [x.flatten(2)[:, :12].unflatten(1, [3, 4]), x.flatten(2)[:, 12:]]
-    expected = core(*inputs)
-    for other in (torch.jit.script(core), torch.fx.symbolic_trace(core)):
-        given = other(*inputs)
-        for a, b in zip(*((t if isinstance(t, tuple) else (t,)) for t in (given, expected)), strict=True):
-            assert torch.equal(a, b)
 
 
 @each_layer

@@ -165,12 +165,6 @@ def test_order_of_children_does_not_matter() -> None:
     torch.testing.assert_close(poses, routing_caps(x[:, types], moved, 5.0)[0])
 
 
-def test_batch_equals_one_by_one() -> None:
-    x, caps, pool = torch.randn(3, 8, 4, 4), RoutingCaps(2, 4, 5), RoutingPool2d(4)
-    for layer in (caps, pool):
-        torch.testing.assert_close(layer(x), torch.cat([layer(one[None]) for one in x]), rtol=1e-5, atol=1e-6)
-
-
 def test_scaling_the_input_scales_the_pool() -> None:
     x = torch.randn(2, 8, 3, 3, dtype=torch.float64)
     pool = RoutingPool2d(4)

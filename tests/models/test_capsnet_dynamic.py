@@ -196,6 +196,7 @@ def test_wrong_size_is_refused() -> None:
         timm.create_model("capsnet_dynamic", img_size=12)
 
 
+@pytest.mark.slow
 def test_learns_two_classes() -> None:
     """Gradient reaches the first convolution: a few steps tell two images apart."""
     model = timm.create_model("capsnet6_dynamic", mid_caps=64, num_classes=2)

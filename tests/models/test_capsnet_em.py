@@ -134,7 +134,8 @@ def test_activations_start_neither_on_nor_off(name: str) -> None:
     assert ((out > 0.01) & (out < 0.99)).float().mean() > 0.5
 
 
-@pytest.mark.parametrize("loss", [pytest.param("cross-entropy", marks=pytest.mark.slow), "spread"])
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", ["cross-entropy", "spread"])
 def test_learns(root: Any, loss: str) -> None:
     """A small net gets a handful of real digits right."""
     import numpy as np

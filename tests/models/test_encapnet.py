@@ -199,11 +199,6 @@ def test_wrong_arguments_say_what_is_right(arguments, message) -> None:
         tiny(**arguments)
 
 
-def test_unknown_argument_names_the_nearest() -> None:
-    with pytest.raises(TypeError, match="'coefficients'"):
-        tiny(coefficient="own")
-
-
 def test_baseline_takes_any_size_and_has_no_capsules() -> None:
     model = timm.create_model(
         "resnet18_encap", widths=(8, 8, 16), depths=(1, 1, 2), strides=(1, 2, 2), num_classes=3

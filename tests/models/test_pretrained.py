@@ -28,7 +28,7 @@ from capszoo.models import _builder
 from capszoo.models._adapt import _fit_input_channels
 from capszoo.models._base import CapsuleNet
 from capszoo.models._blocks import ConvBnAct, Decoder
-from capszoo.models._builder import UnknownArgument, build_capsule_model, zoo_cfgs
+from capszoo.models._builder import build_capsule_model, zoo_cfgs
 from tests.support.errors import assert_names, refuses
 
 
@@ -187,11 +187,6 @@ def test_nothing_but_safetensors(tmp_path: Path) -> None:
 def test_no_weights_is_one_line() -> None:
     with refuses(WeightsError, names=["zoo_test_toy", "pretrained", "weights"]):
         zoo_test_toy(pretrained=True)
-
-
-def test_unknown_argument_names_the_nearest() -> None:
-    with refuses(UnknownArgument, names=["num_classes"]):
-        zoo_test_toy(num_clases=3)
 
 
 def test_a_tag_exists_once_its_metadata_does(

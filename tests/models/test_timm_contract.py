@@ -28,7 +28,6 @@ from tests.support.errors import refuses
 from tests.support.zoo import calibrate, each_family, images, names, small, small_arguments
 
 NAMES = names()
-each_model = pytest.mark.parametrize("name", NAMES)
 
 
 def _meta(name: str, **kwargs: object) -> CapsuleNet:
@@ -44,48 +43,35 @@ def test_features_and_head_fit_the_configuration(name: str) -> None:
     assert features.shape == (1, model.num_features, *cfg["pool_size"])
     assert model.forward_head(features, pre_logits=True).shape == (1, model.head_hidden_size)
     assert model(x).shape == (1, model.num_classes)
+    assert {t.device.type for t in [*model.parameters(), *model.buffers()]} == {"meta"}
     keys = set(model.state_dict())
     classifiers = (cfg["classifier"],) if isinstance(cfg["classifier"], str) else cfg["classifier"]
     for module in (*classifiers, cfg["first_conv"]):
         assert f"{module}.weight" in keys
+    assert model.to(torch.bfloat16)(x.to(torch.bfloat16)).dtype == torch.bfloat16, "after a forward pass"
 
 
 @each_family()
 def test_reset_classifier(name: str) -> None:
-    model = _meta(name)
+    """Device, type and mode stay those of the model."""
+    model = _meta(name).to(torch.float64)
     cfg = model.default_cfg
-    x = torch.randn(2, *cfg["input_size"], device="meta")
+    x = torch.randn(2, *cfg["input_size"], device="meta", dtype=torch.float64)
     model.reset_classifier(7)
     assert model.num_classes == 7 and model(x).shape == (2, 7)
-    model.reset_classifier(0)
-    assert model.num_classes == 0 and model(x).shape == (2, model.head_hidden_size)
-    model.reset_classifier(0, "")
-    assert model(x).shape == (2, model.num_features, *cfg["pool_size"])
-    assert _meta(name, num_classes=0)(x).shape == (2, model.head_hidden_size)
-    assert _meta(name, num_classes=0, global_pool="")(x).shape == (2, model.num_features, *cfg["pool_size"])
-
-
-@each_family()
-def test_reset_classifier_keeps_device_dtype_and_mode(name: str) -> None:
-    model = _meta(name).to(torch.float64)
-    model.reset_classifier(0)
-    model.reset_classifier(2)
     head = model.get_classifier()
     parameters = [
         p for module in (head if isinstance(head, (tuple, list)) else (head,)) for p in module.parameters()
     ]
-    assert parameters
     assert {(p.device.type, p.dtype) for p in parameters} == {("meta", torch.float64)}
     assert not any(module.training for module in model.modules())
-
-
-@each_family()
-def test_frozen_stays_frozen_without_a_head(name: str) -> None:
-    model = _meta(name)
-    model.requires_grad_(False)
     model.reset_classifier(0)
+    assert model.num_classes == 0 and model(x).shape == (2, model.head_hidden_size)
     model.reset_classifier(0, "")
-    assert not any(p.requires_grad for p in model.parameters())
+    assert model(x).shape == (2, model.num_features, *cfg["pool_size"])
+    x = x.float()
+    assert _meta(name, num_classes=0)(x).shape == (2, model.head_hidden_size)
+    assert _meta(name, num_classes=0, global_pool="")(x).shape == (2, model.num_features, *cfg["pool_size"])
 
 
 @each_family()
@@ -97,13 +83,10 @@ def test_new_head_on_a_frozen_body_is_what_trains(name: str) -> None:
     cfg = model.default_cfg
     classifiers = (cfg["classifier"],) if isinstance(cfg["classifier"], str) else cfg["classifier"]
     assert trainable and all(key.startswith(tuple(f"{c}." for c in classifiers)) for key in trainable)
-
-
-@each_model
-def test_every_tensor_is_on_the_device_asked_for(name: str) -> None:
-    model = _meta(name)
-    misplaced = [k for k, t in [*model.named_parameters(), *model.named_buffers()] if t.device.type != "meta"]
-    assert not misplaced
+    model.requires_grad_(False)
+    model.reset_classifier(0)
+    model.reset_classifier(0, "")
+    assert not any(p.requires_grad for p in model.parameters())
 
 
 @each_family()
@@ -116,7 +99,7 @@ def test_a_state_dict_is_all_that_a_model_on_meta_needs(name: str) -> None:
     assert {t.device.type for t in [*model.parameters(), *model.buffers()]} == {"cpu"}
 
 
-@each_model
+@each_family()
 def test_parameter_groups(name: str) -> None:
     model = _meta(name)
     groups = group_parameters(model, model.group_matcher(coarse=False), reverse=True)
@@ -223,14 +206,6 @@ def test_torchscript(name: str) -> None:
 
 
 @each_family()
-def test_change_of_dtype_after_a_forward_pass(name: str) -> None:
-    model = _meta(name)
-    x = torch.randn(1, *model.default_cfg["input_size"], device="meta")
-    model(x)
-    assert model.to(torch.bfloat16)(x.to(torch.bfloat16)).dtype == torch.bfloat16
-
-
-@each_family()
 def test_dtype_is_that_of_the_model_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """`dtype=` does not change PyTorch's default type, which other threads use."""
     monkeypatch.setattr(torch, "set_default_dtype", None)
@@ -251,18 +226,6 @@ def test_copies_and_pickles(name: str) -> None:
             assert torch.equal(twin(x), expected)
 
 
-def test_timm_creates_the_same_model() -> None:
-    name = "resnet20_routingcaps" if "resnet20_routingcaps" in NAMES else NAMES[0]
-    ours, theirs = (
-        create(name, **small_arguments(name)) for create in (capszoo.create_model, timm.create_model)
-    )
-    assert type(ours) is type(theirs)
-    theirs.load_state_dict(ours.state_dict())
-    x = images(ours)
-    with torch.no_grad():
-        assert torch.equal(ours.eval()(x), theirs.eval()(x))
-
-
 def test_names_do_not_collide_with_timm() -> None:
     """timm's registry identifies a module by its last path component, so ours must not be called like one of its."""
     from pathlib import Path
@@ -274,7 +237,7 @@ def test_names_do_not_collide_with_timm() -> None:
     assert set(NAMES) == {name for module in MODULES for name in timm.list_models(module=module)}
 
 
-@pytest.mark.parametrize("name", names())
+@each_family()
 def test_what_timm_s_train_script_passes_is_taken(name: str) -> None:
     """The arguments of its call of `create_model`, with the defaults of its command line."""
     untouched = dict(

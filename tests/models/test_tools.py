@@ -15,7 +15,7 @@ from torch.nn.utils import parametrizations, prune, spectral_norm
 
 from capszoo.errors import NoCapsules
 from capszoo.models._heads import HEADS, head_arguments
-from tests.support.zoo import calibrate, each_family, images, relative_difference, small
+from tests.support.zoo import calibrate, images, names, relative_difference, slow_unless, small
 
 #: Models that between them have every kind of layer with weights of its own.
 MODELS: dict[str, dict[str, Any]] = {
@@ -32,11 +32,17 @@ MODELS: dict[str, dict[str, Any]] = {
     "resnet20_selfrouting": {"depth": 2, "caps_types": 8},
 }
 each_model = pytest.mark.parametrize("name", MODELS)
+#: For hooks of one kind, which act at the same call whatever the layer computes.
+some_models = pytest.mark.parametrize(
+    "name", slow_unless(("capsnet_em_norb_small", "encapnet6", "idpa_cnn", "resnet20_routingcaps"), MODELS)
+)
 
+#: A head of two layers has all that one of a single layer has.
 HEAD_CASES = [
-    (routing, depth)
+    pytest.param(routing, depth, marks=() if depth == deepest else pytest.mark.slow)
     for routing in HEADS
-    for depth in ((1, 2) if "depth" in head_arguments(routing) else (1,))
+    for deepest in [2 if "depth" in head_arguments(routing) else 1]
+    for depth in range(1, deepest + 1)
 ]
 
 
@@ -104,7 +110,7 @@ def _check_calls(model: Any, x: torch.Tensor) -> None:
         _check_same(_everything(model, x), expected)
 
 
-@each_family()
+@pytest.mark.parametrize("name", slow_unless((*MODELS, "deepcaps", "hvc"), names()))
 def test_weights_are_read_within_calls(name: str) -> None:
     model = _model(name)
     _check_calls(model, images(model))
@@ -118,18 +124,6 @@ def test_weights_of_heads_are_read_within_calls(routing: str, depth: int) -> Non
     _check_calls(model, images(model))
 
 
-@each_model
-def test_global_hooks_see_every_owner(name: str) -> None:
-    model, seen = _model(name), set()
-    handle = nn.modules.module.register_module_forward_hook(lambda module, *_: seen.add(module))
-    try:
-        with torch.no_grad():
-            model(images(model))
-    finally:
-        handle.remove()
-    assert seen.issuperset(_owners(model).values())
-
-
 def _with_weight(model: nn.Module) -> list[nn.Module]:
     """Owners of a ``weight`` of two axes or more."""
     return [
@@ -139,7 +133,7 @@ def _with_weight(model: nn.Module) -> list[nn.Module]:
     ]
 
 
-@each_model
+@some_models
 def test_pruned_weights_can_be_loaded(name: str) -> None:
     """`load_state_dict` fills ``weight_orig``; its product with the mask is made at the next call."""
     model, plain = _model(name), _model(name)
@@ -164,7 +158,7 @@ def test_pruned_weights_can_be_loaded(name: str) -> None:
             _check_same({method: way(x)}, {method: expected[method]})
 
 
-@each_model
+@some_models
 @pytest.mark.parametrize("norm", [spectral_norm, parametrizations.spectral_norm], ids=["old", "new"])
 def test_spectral_norm_trains(name: str, norm: Any) -> None:
     """The next call normalises the trained weights: its scores are those of a plain network with the result."""

@@ -91,10 +91,8 @@ def test_every_parameter_is_trained(routing: str) -> None:
         assert parameter.grad.abs().max() > 0, name
 
 
-@pytest.mark.parametrize(
-    "routing",
-    [pytest.param(name, marks=() if name == "selfrouting" else pytest.mark.slow) for name in ROUTINGS],
-)
+@pytest.mark.slow
+@each_routing
 def test_the_exported_file_agrees(routing: str, tmp_path: Path) -> None:
     """Scores and the couplings of both layers, at any batch size."""
     outputs = ("scores", "couplings")

@@ -35,6 +35,7 @@ from capszoo.scores import score_kind
 from capszoo.summary import summarise
 from tests.support.errors import refuses
 from tests.support.zoo import (
+    PER_ROUTING,
     REPRESENTATIVES,
     calibrate,
     each_family,
@@ -167,7 +168,7 @@ def test_table_and_registry_hold_the_same_names() -> None:
     assert {name for name, *_ in EXACT} == set(NAMES)
 
 
-@each_model
+@each_family()
 def test_classes_change_the_head_only(name: str) -> None:
     few, many = (capszoo.create_model(name, device="meta", num_classes=n) for n in (2, 200))
     bodies = [{k: v.shape for k, v in m.stages.state_dict().items()} for m in (few, many)]
@@ -381,7 +382,7 @@ def test_finite_float32(name: str, train: bool) -> None:
         _check_finite(model, kind, torch.float32, train)
 
 
-@each_family()
+@pytest.mark.parametrize("name", PER_ROUTING)
 def test_finite_bfloat16(name: str) -> None:
     model = small(name)
     for kind in ("random", "zero", HUGE[-1]):

@@ -17,15 +17,16 @@ from capszoo.recipes.evaluate import evaluate
 from capszoo.recipes.evaluation.metrics import reproduced
 from capszoo.recipes.weights import golden_file
 from tests.support import PACKED, is_packed, packed
+from tests.support.zoo import slow_unless
 
 TAGS = sorted(checkpoints(aliases=False))
 
 
-def test_there_are_weights_of_two_routings() -> None:
-    assert {"resnet20_routingcaps.mnist", "idpa_cnn.mnist"} <= set(TAGS)
+#: One of each data set: a wrong normalisation or order of classes is seen; the golden outputs hold the others.
+QUICK = {checkpoints(aliases=False)[tag].raw["dataset"]["name"]: tag for tag in reversed(TAGS)}
 
 
-@pytest.mark.parametrize("tag", TAGS)
+@pytest.mark.parametrize("tag", slow_unless(QUICK.values(), TAGS))
 def test_accuracy_within_the_sampling_error(tag: str, root: Path) -> None:
     raw = checkpoints(aliases=False)[tag].raw
     if not is_packed(raw["dataset"]["name"]):

@@ -131,13 +131,10 @@ def test_what_is_lost_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     model = ToyCaps(1).eval()
     options = dict(precision="int8", gate="quick", calibration=toy_images(32), batch=(1, 2, 8))
     monkeypatch.setattr(int8, "MAX_LOSS", -200.0)  # nothing can be good enough
-    for images, words in (
-        (toy_images(16, labels=True), "int8 loses -?[0-9.]+ points on 16 real"),
-        (toy_images(16), "int8 loses [0-9.]+ points"),
-    ):
-        with pytest.raises(ExportError, match=words) as caught:
-            to_onnx.export(model, tmp_path / "x.onnx", images=images, **options)  # type: ignore[arg-type]
-        assert caught.value.report is not None and caught.value.report.gate[-1].passed is False
+    with pytest.raises(ExportError, match="int8 loses -?[0-9.]+ points on 16 real") as caught:
+        images = toy_images(16, labels=True)
+        to_onnx.export(model, tmp_path / "x.onnx", images=images, **options)  # type: ignore[arg-type]
+    assert caught.value.report is not None and caught.value.report.gate[-1].passed is False
     assert list(tmp_path.iterdir()) == []
 
 
