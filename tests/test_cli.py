@@ -470,12 +470,9 @@ def test_export_leaves_out_what_cannot_be_read(trained: Path, pictures: Path, tm
 
 def test_export_errors(trained: Path, tmp_path: Path) -> None:
     fails(2, "export", MODEL, "--out", tmp_path / "model.pt", names=["model.onnx"])
-    for batch in ("4,2,1", "0", "1,2", "many"):
-        line = fails(2, "export", trained, "--out", tmp_path / "m.onnx", "--batch-profile", batch)
-        assert "invalid" in line
+    fails(2, "export", trained, "--out", tmp_path / "m.onnx", "--batch-profile", "many", names=["invalid"])
     without = next(name for name in capszoo.list_models() if not capszoo.list_pretrained(f"{name}.*"))
     assert "--no-pretrained" in fails(1, "export", without, "--out", tmp_path / "m.onnx")
-    fails(2, "export", MODEL, names=["Missing", "option"])
     assert not list(tmp_path.iterdir())
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import doctest
 import importlib
-import inspect
 import re
 import shutil
 from pathlib import Path
@@ -12,19 +11,6 @@ from pathlib import Path
 import pytest
 
 import capszoo
-
-#: Public functions whose docstring must have an example, by the module that defines them.
-WITH_EXAMPLE = {
-    "capszoo": ("attach_head", "create_model", "list_models", "model_info"),
-    "capszoo.explain": ("explain",),
-    "capszoo.explain.reconstructions": ("perturb",),
-    "capszoo.inference": ("load_model", "predict"),
-    "capszoo.layers": ("squash",),
-    "capszoo.scores": ("probabilities",),
-}
-
-#: Modules whose own docstring must have an example.
-MODULES = ("capszoo", "capszoo.explain", "capszoo.export.bundle", "capszoo.export.to_onnx", "capszoo.facade")
 
 
 def _modules_with_examples() -> list[str]:
@@ -57,15 +43,3 @@ def test_examples_print_what_they_say(name: str, tmp_path: Path, monkeypatch: py
     for test in tests:
         runner.run(test, out=said.append)
     assert runner.failures == 0, "".join(said)
-
-
-@pytest.mark.parametrize("name", WITH_EXAMPLE)
-def test_main_functions_have_an_example(name: str) -> None:
-    module = importlib.import_module(name)
-    for function in WITH_EXAMPLE[name]:
-        assert ">>> " in (inspect.getdoc(getattr(module, function)) or ""), function
-
-
-@pytest.mark.parametrize("name", MODULES)
-def test_main_modules_have_an_example(name: str) -> None:
-    assert ">>> " in (importlib.import_module(name).__doc__ or "")

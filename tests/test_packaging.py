@@ -18,8 +18,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.errors import assert_names
-
 if sys.version_info >= (3, 11):
     import tomllib
 else:  # pragma: no cover
@@ -176,13 +174,6 @@ def test_source_archive_holds_the_weights_but_for_large_ones(
     assert not any("weights-large" in name or "large.net" in name for name in names)
 
 
-def test_classifiers_name_every_python_from_the_oldest_on(root: Path) -> None:
-    about = _project(root)["project"]
-    named = {line.rpartition(" :: ")[2] for line in about["classifiers"] if "Python ::" in line}
-    assert about["requires-python"].removeprefix(">=") in named
-    assert {"3", "3.11"} <= named
-
-
 @pytest.mark.slow
 def test_an_editable_install_works_from_the_folder_above(root: Path, tmp_path: Path) -> None:
     """There the checkout's own folder, `capszoo/` without `__init__.py`, looks like a namespace package."""
@@ -278,7 +269,7 @@ main()
 
 
 def test_import_leaves_optional_libraries_alone(root: Path) -> None:
-    slow = (*OPTIONAL, "pydantic")
+    slow = (*OPTIONAL, "pydantic", "torch", "torchvision", "timm", "numpy", "huggingface_hub")
     code = f"import sys, capszoo; print([m for m in {slow!r} if m in sys.modules])"
     done = _run(root, code)
     assert done.returncode == 0, done.stderr
@@ -523,35 +514,11 @@ def _set_up(root: Path, python: str, venv: Path) -> subprocess.CompletedProcess[
     return subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120)
 
 
-def _wrapper(path: Path, body: str) -> str:
-    """A stand-in for python that does ``body`` first and is the real one otherwise."""
-    path.write_text(f'#!/bin/sh\n{body}\nexec "{sys.executable}" "$@"\n')
-    path.chmod(0o755)
-    return str(path)
-
-
 def test_setup_says_where_python_is_missing(root: Path, tmp_path: Path) -> None:
     done = _set_up(root, "no-such-python3", tmp_path / "venv")
     assert done.returncode == 1
     assert done.stderr.startswith("error: no-such-python3 was not found") and done.stderr.count("\n") == 1
     assert not (tmp_path / "venv").exists()
-
-
-def test_setup_says_that_debian_splits_venv_off(root: Path, tmp_path: Path) -> None:
-    python = _wrapper(tmp_path / "python3", 'case "$2" in *ensurepip*) exit 1;; esac')
-    done = _set_up(root, python, tmp_path / "venv")
-    assert done.returncode == 1
-    assert_names(done.stderr, ["python3-venv"])
-    assert done.stderr.count("\n") == 1
-    assert not (tmp_path / "venv").exists()
-
-
-def test_setup_refuses_an_old_python(root: Path, tmp_path: Path) -> None:
-    python = _wrapper(tmp_path / "python3", 'case "$2" in *version_info*) exit 1;; esac')
-    done = _set_up(root, python, tmp_path / "venv")
-    assert done.returncode == 1
-    assert_names(done.stderr, ["3.10", "Python"])
-    assert done.stderr.count("\n") == 1
 
 
 def test_constraints_name_versions_only(root: Path) -> None:

@@ -102,16 +102,6 @@ def test_no_torch_where_nothing_is_computed(root: Path) -> None:
         assert loaded == [], line  # by this line, or by one before it
 
 
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [("info idpa_resnet", "multiply-adds"), ("predict idpa_resnt x.png", "did you mean 'idpa_resnet'")],
-)
-def test_no_torch_in_a_process_of_its_own(root: Path, line: str, expected: str) -> None:
-    done = _python(root, _RUN, *line.split())
-    assert expected in done.stdout + done.stderr, done.stdout + done.stderr
-    assert done.stderr.splitlines()[-1].strip() == "loaded:", done.stderr
-
-
 def test_completion_needs_no_torch(root: Path) -> None:
     code = f"import sys; sys.argv[0] = 'capszoo'{_RUN}"
     for words, expected in (
@@ -122,11 +112,6 @@ def test_completion_needs_no_torch(root: Path) -> None:
         done = _python(root, code, **environment)
         assert expected in done.stdout.split(), done.stdout + done.stderr
         assert done.stderr.splitlines()[-1].strip() == "loaded:", done.stderr
-
-
-def test_import_loads_nothing_heavy(root: Path) -> None:
-    code = f"import sys, capszoo; print([name for name in {HEAVY!r} if name in sys.modules])"
-    assert _python(root, code).stdout.strip() == "[]"
 
 
 #: Each public name is there, and an unknown one is an AttributeError.

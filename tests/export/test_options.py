@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import torch
 from capszoo.errors import UsageError
 from capszoo.export.bundle import export_bundle
 from capszoo.export.options import (
-    BuildOptions,
     BundleOptions,
     ExportOptions,
     collect,
@@ -74,6 +72,7 @@ def test_an_unknown_option_names_the_nearest(way: str, tmp_path: Path) -> None:
     ("options", "message"),
     [
         ({"formats": ("onyx",)}, "onyx"),
+        ({"formats": ()}, ("unknown", "format")),
         ({"outputs": ("poses",)}, ("output", "scores")),
         ({"check": False}, ("requires", "gate")),
         ({"input_size": (1, 28, 28)}, "img_size"),
@@ -144,9 +143,3 @@ def test_options_and_keywords_together() -> None:
     first = collect(BundleOptions, None, {"precision": "fp16", "triton": True})
     second = collect(BundleOptions, first, {"precision": "fp32"})
     assert (second.precision, second.triton, first.precision) == ("fp32", True, "fp16")
-
-
-@pytest.mark.parametrize("kind", [BuildOptions, ExportOptions, BundleOptions])
-def test_every_option_is_described(kind: type) -> None:
-    text = "".join(base.__doc__ or "" for base in kind.__mro__)
-    assert all(f"        {option.name}: " in text for option in fields(kind))

@@ -72,12 +72,14 @@ def test_impossible_iterations_are_refused() -> None:
         set_routing_iterations(nn.Conv2d(1, 1, 1), 2)
 
 
-class TwoReaders(nn.Module):
-    """The convolution's output is read by the norm and by something else."""
-
+class ConvNorm(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.conv, self.norm = nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4)
+
+
+class TwoReaders(ConvNorm):
+    """The convolution's output is read by the norm and by something else."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.conv(x)
@@ -106,12 +108,8 @@ class SharedConv(nn.Module):
         return self.conv(self.norm(self.conv(x)))
 
 
-class WeightReadApart(nn.Module):
+class WeightReadApart(ConvNorm):
     """The norm's weight is used on its own as well."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.norm = nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(self.conv(x)) * self.norm.weight.view(1, -1, 1, 1)
@@ -124,35 +122,29 @@ class Standardised(nn.Conv2d):
         return nn.functional.conv2d(x, self.weight / self.weight.std(), self.bias)
 
 
-class Hooked(nn.Module):
+class Hooked(ConvNorm):
     """A hook changes what the convolution gives."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv, self.norm = nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4)
         self.conv.register_forward_hook(lambda module, inputs, output: output.square())
 
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(self.conv(x))
 
 
-class Untraceable(nn.Module):
+class Untraceable(ConvNorm):
     """Branches on a value, which symbolic tracing cannot follow."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.norm = nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(self.conv(x)) if x.sum() > -1e9 else x
 
 
-class TwoNames(nn.Module):
+class TwoNames(ConvNorm):
     """The convolution is registered twice, and runs under its second name."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv, self.norm = nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4)
         self.stem = nn.Sequential(self.conv)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -477,41 +477,6 @@ class Tokens(NoMap):
         return super().forward_features(x)[:, None].expand(-1, 7, -1)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("resnet18", "ipda"), ("ipda", "idpa")),
-        (("resnt18", "idpa"), ("resnt18", "resnet18")),
-        (("resnet18.a1_in1", "idpa"), ("resnet18.a1_in1", "resnet18.a1_in1k")),
-        ((NoMap(), "idpa"), ("NoMap", "1", "4")),
-        ((nn.Linear(3, 4), "idpa"), "forward_features"),
-        ((Tokens(), "idpa"), ("7", "Tokens")),
-    ],
-)
-def test_what_cannot_be_attached_gets_one_line(arguments: tuple[Any, str], message: str) -> None:
-    with refuses(ValueError, names=message) as caught:
-        capszoo.attach_head(*arguments, num_classes=3, img_size=64)
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"num_iter": 2}, ("num_iter", "num_iters")),
-        ({"depth": 2}, "depth"),
-        ({"caps_dim": 15}, ("matrix", "square")),
-    ],
-)
-def test_wrong_arguments_get_one_line(options: dict[str, Any], message: str) -> None:
-    with refuses(ValueError, names=message):
-        capszoo.attach_head("resnet18", "idpa", num_classes=3, img_size=64, **options)
-
-
-def test_no_pose_dimension_is_one_line() -> None:
-    with refuses(ValueError, names=["caps_dim=0", "64", "1", "2", "4"]):
-        capszoo.attach_head("resnet18", "routing_pool", num_classes=3, img_size=64, caps_dim=0)
-
-
 def test_iterations_of_a_routing_without_any_are_refused() -> None:
     with refuses(ValueError, names=["self_routing"]):
         capszoo.create_model("caps_head", routing="self_routing", routing_iters=2, img_size=64, device="meta")
@@ -841,13 +806,6 @@ def test_every_family_of_timm_is_a_backbone(family: str) -> None:
             assert torch.equal(features.train(mode).model.forward_features(x), expected)
 
 
-def test_models_that_timm_does_not_create_without_pooling() -> None:
-    """Their head needs it, and the head goes in any case."""
-    with torch.device("meta"):
-        net = capszoo.attach_head("coat_lite_tiny", "avg", num_classes=3)
-    assert net.stages.backbone.grid == (7, 7)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_head_has_the_dtype_of_the_module(dtype: torch.dtype) -> None:
     model = timm.create_model("test_resnet").to(dtype)
@@ -952,26 +910,32 @@ def test_a_head_of_several_levels_is_exported(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("backbone", "options", "names"),
+    ("backbone", "head", "options", "names"),
     [
-        (NoLevels(), {"levels": 2}, ["NoLevels", "forward_intermediates", "levels=2"]),
-        ("test_resnet", {"levels": 9}, ["ResNet", "levels=9", "5"]),
-        ("test_resnet", {"levels": 0}, ["levels"]),
-        ("test_resnet", {"levels": 2, "proj_chans": 0}, ["channels", "proj_chans"]),
-        ("test_resnet", {"lower_chans": (8,)}, ["lower_chans"]),
+        ("resnet18", "ipda", {}, ["ipda", "idpa"]),
+        ("resnt18", "idpa", {}, ["resnt18", "resnet18"]),
+        ("resnet18.a1_in1", "idpa", {}, ["resnet18.a1_in1", "resnet18.a1_in1k"]),
+        (NoMap(), "idpa", {}, ["NoMap", "1", "4"]),
+        (nn.Linear(3, 4), "idpa", {}, ["forward_features"]),
+        (Tokens(), "idpa", {}, ["7", "Tokens"]),
+        ("test_resnet", "idpa", {"num_iter": 2}, ["num_iter", "num_iters"]),
+        ("test_resnet", "idpa", {"depth": 2}, ["depth"]),
+        ("test_resnet", "idpa", {"caps_dim": 15}, ["matrix", "square"]),
+        ("test_resnet", "idpa", {"levels": 2}, ["levels", "idpa"]),
+        ("test_resnet", "routing_pool", {"caps_dim": 0}, ["caps_dim=0", "64", "1", "2", "4"]),
+        (NoLevels(), "heinsen", {"levels": 2}, ["NoLevels", "forward_intermediates", "levels=2"]),
+        ("test_resnet", "heinsen", {"levels": 9}, ["ResNet", "levels=9", "5"]),
+        ("test_resnet", "heinsen", {"levels": 0}, ["levels"]),
+        ("test_resnet", "heinsen", {"levels": 2, "proj_chans": 0}, ["channels", "proj_chans"]),
+        ("test_resnet", "heinsen", {"lower_chans": (8,)}, ["lower_chans"]),
     ],
 )
-def test_levels_that_are_not_there_get_one_line(
-    backbone: Any, options: dict[str, Any], names: list[str]
+def test_what_cannot_be_attached_gets_one_line(
+    backbone: Any, head: str, options: dict[str, Any], names: list[str]
 ) -> None:
     with refuses(ValueError, names=names) as caught:
-        capszoo.attach_head(backbone, "heinsen", num_classes=3, img_size=64, **options)
+        capszoo.attach_head(backbone, head, num_classes=3, img_size=64, **options)
     assert "\n" not in str(caught.value)
-
-
-def test_levels_are_an_argument_of_one_head() -> None:
-    with refuses(ValueError, names=["levels", "idpa"]):
-        capszoo.attach_head("resnet18", "idpa", num_classes=3, img_size=64, levels=2)
 
 
 @pytest.mark.parametrize("routing", ["dynamic", "em", "self_routing", "self_attention"])

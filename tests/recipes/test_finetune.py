@@ -41,7 +41,7 @@ from capszoo.recipes.training.distributed import TrainingError
 from capszoo.recipes.training.early_stop import BestEpoch
 from capszoo.recipes.training.setup import create_net, create_optimizer
 from tests.support import load_script, recipes
-from tests.support.command import fails, run
+from tests.support.command import fails, run, succeeds
 from tests.support.errors import assert_names, refuses
 from tests.support.recipes import write_photos
 from tests.support.zoo import names, small
@@ -65,26 +65,17 @@ def metadata(result: dict[str, Any]) -> dict[str, Any]:
     return json.loads(Path(result["weights"]).with_suffix(".json").read_text())
 
 
+def tune(data: Path, out: Path, *more: object) -> str:
+    """What a run by the command prints."""
+    return succeeds("finetune", MODEL, "--data", data, "--out", out, "--device", "cpu", *more)
+
+
 def test_from_the_command_to_predict_and_export(root: Path, digits: ImageSet, tmp_path: Path) -> None:
     write_photos(digits, tmp_path / "split" / "train", {"one": 10, "three": 12, "eight": 8})
     write_photos(digits, tmp_path / "split" / "val", {"one": 4, "three": 4, "eight": 4}, start=20)
     write_photos(digits, tmp_path / "split" / "test", {"one": 9, "three": 5, "eight": 6}, start=30)
     out = tmp_path / "run"
-    done = run(
-        "finetune",
-        MODEL,
-        "--data",
-        tmp_path / "split",
-        "--out",
-        out,
-        "--epochs",
-        4,
-        "--tag",
-        "few",
-        "--device",
-        "cpu",
-    )
-    assert done.exit_code == 0, done.stderr
+    printed = tune(tmp_path / "split", out, "--epochs", 4, "--tag", "few")
     name = "resnet20_routingcaps.few"
     expected = {f"{name}.{end}" for end in ("safetensors", "json", "golden.npz")}
     assert expected | {"README.md", "labels.txt", "confusion.png", "recipe.yaml"} <= {
@@ -98,8 +89,8 @@ def test_from_the_command_to_predict_and_export(root: Path, digits: ImageSet, tm
     assert set(raw["dataset"]["sha256"]) == {"train", "val", "test"}
     assert raw["metrics"]["test"]["top1"] > 60, "these weights know digits; by chance it would be 33"
     line = f"test: top-1 {raw['metrics']['test']['top1']:.2f}% of 20 images"
-    assert done.stdout.count("test: ") == 1 and line in done.stdout
-    assert done.stdout.count("weights in ") == 1
+    assert printed.count("test: ") == 1 and line in printed
+    assert printed.count("weights in ") == 1
     card = ModelCard((out / "README.md").read_text())
     assert f"Fine-tuned from `{MODEL}`" in card.text and "optimistic" in card.text
     per_class = raw["per_class"]
@@ -196,21 +187,6 @@ def test_classes_of_the_weights_are_kept_where_they_are_the_same(digits: ImageSe
     assert result["validation"]["top1"] == 100, "the net reads digits from the start"
 
 
-def test_colour_and_another_size(tmp_path: Path) -> None:
-    rng = np.random.default_rng(0)
-    for number, kind in enumerate(("red", "green")):
-        (tmp_path / "data" / kind).mkdir(parents=True)
-        for k in range(6):
-            pixels = rng.integers(0, 60, (20 + 3 * k, 30 - k, 3), dtype=np.uint8)
-            pixels[:, :, number] += 150
-            Image.fromarray(pixels).save(tmp_path / "data" / kind / f"{k}.png")
-    result = finetune(MODEL, tmp_path / "data", tmp_path / "run", img_size=36, epochs=2)
-    raw = metadata(result)
-    assert raw["input_size"] == [3, 36, 36] and raw["mean"] == [0.1307] * 3 and raw["num_classes"] == 2
-    model = capszoo.inference.load_model(str(tmp_path / "run"))
-    assert model(torch.zeros(1, 3, 36, 36)).shape == (1, 2)
-
-
 @pytest.mark.parametrize("freeze", ["body", "all"])
 def test_what_is_frozen_stays_and_the_rest_learns(photos: Path, tmp_path: Path, freeze: str) -> None:
     result = finetune(MODEL, photos, tmp_path / "run", epochs=1, freeze=[freeze])
@@ -225,6 +201,10 @@ def test_what_is_frozen_stays_and_the_rest_learns(photos: Path, tmp_path: Path, 
     learnt = [key for key in after if "class_caps" in key]
     assert learnt and all(before[key].shape != after[key].shape for key in learnt)
     assert all(not torch.equal(start[key], after[key]) for key in learnt), "the new head"
+
+
+def test_without_freezing_everything_learns(photos: Path, tmp_path: Path) -> None:
+    before = capszoo.create_model(MODEL, pretrained=True).state_dict()
     free = finetune(MODEL, photos, tmp_path / "free", epochs=2)
     parameters = {name for name, _ in capszoo.create_model(MODEL).named_parameters()}
     for key, value in weights_of(free).items():
@@ -276,6 +256,7 @@ def test_a_run_states_the_sha256_of_its_initial_weights(photos: Path, tmp_path: 
     assert metadata(second)["init_sha256"] == metadata(first)["sha256"]
 
 
+@pytest.mark.slow
 def test_training_goes_on_without_a_reader_of_its_output(root: Path, photos: Path, tmp_path: Path) -> None:
     command = [
         sys.executable,
@@ -653,27 +634,12 @@ def test_unreadable_images_are_listed_or_skipped(photos: Path, tmp_path: Path) -
     assert (
         all(file.name in text for file in (files[0], files[-1])) and "skip_bad" in text and "1 more" in text
     )
-    done = run(
-        "finetune",
-        MODEL,
-        "--data",
-        photos,
-        "--out",
-        tmp_path / "run",
-        "--skip-bad",
-        "--epochs",
-        1,
-        "--device",
-        "cpu",
-    )
-    assert done.exit_code == 0, done.stderr
-    listed = [line for line in done.stdout.splitlines() if line.startswith("left out: ")]
+    printed = tune(photos, tmp_path / "run", "--skip-bad", "--epochs", 1)
+    listed = [line for line in printed.splitlines() if line.startswith("left out: ")]
     assert len(listed) == 2 and files[0].name in listed[0] and files[-1].name in listed[1]
     raw = json.loads((tmp_path / "run" / "resnet20_routingcaps.my_photos.json").read_text())
     assert len(raw["dataset"]["left_out"]) == 2
-    told = [
-        line for line in done.stdout.splitlines() if f"imagefolder:{photos}: 3 classes (eight: 7, " in line
-    ]
+    told = [line for line in printed.splitlines() if f"imagefolder:{photos}: 3 classes (eight: 7, " in line]
     assert len(told) == 1 and "in grey" in told[0] and told[0].endswith("left out: 2 that cannot be read")
     assert raw["dataset"]["read"]["images"] == {"train": 22, "val": 6}
     assert sum(map(sum, raw["dataset"]["read"]["per_class"].values())) == 28
@@ -697,10 +663,7 @@ def test_a_table_names_the_images_of_a_run(photos: Path, tmp_path: Path) -> None
     rows = "".join(f"{file.relative_to(photos)},{file.parent.name}\n" for file in files)
     (photos / "all.csv").write_text(f"file_name,label\n{rows}")
     out = tmp_path / "run"
-    done = run(
-        "finetune", MODEL, "--data", photos / "all.csv", "--out", out, "--epochs", 1, "--device", "cpu"
-    )
-    assert done.exit_code == 0, done.stderr
+    tune(photos / "all.csv", out, "--epochs", 1)
     weights = next(out.glob("*.safetensors"))
     raw = json.loads(weights.with_suffix(".json").read_text())
     assert raw["label_names"] == list(NAMES) and raw["dataset"]["name"] == f"csv:{photos / 'all.csv'}"
@@ -780,21 +743,7 @@ def test_a_backbone_brings_its_crop_mode() -> None:
 @pytest.mark.slow
 def test_folds_test_each_image_once(photos: Path, tmp_path: Path) -> None:
     out = tmp_path / "runs"
-    done = run(
-        "finetune",
-        MODEL,
-        "--data",
-        photos,
-        "--out",
-        out,
-        "--folds",
-        3,
-        "--epochs",
-        1,
-        "--device",
-        "cpu",
-    )
-    assert done.exit_code == 0, done.stderr
+    printed = tune(photos, out, "--folds", 3, "--epochs", 1)
     found = json.loads((out / "folds.json").read_text())
     assert (found["folds"], found["n"]) == (3, 30) and sum(map(sum, found["confusion"])) == 30
     values = found["top1"]["values"]
@@ -802,7 +751,7 @@ def test_folds_test_each_image_once(photos: Path, tmp_path: Path) -> None:
     assert found["top1"]["sd"] == pytest.approx(statistics.stdev(values), abs=1e-3)
     right = sum(found["confusion"][k][k] for k in range(3))
     assert found["top1"]["mean"] == pytest.approx(100 * right / 30, abs=1e-3), "folds of equal size"
-    assert f"3 folds: top-1 {found['top1']['mean']:.2f}" in done.stdout
+    assert f"3 folds: top-1 {found['top1']['mean']:.2f}" in printed
     for number in (1, 2, 3):
         raw = json.loads((out / f"fold-{number}" / "resnet20_routingcaps.my_photos.json").read_text())
         assert raw["metrics"]["test"]["n"] == 10 and f"fold {number} of 3" in raw["description"]
