@@ -238,14 +238,6 @@ def look_at_set(
 
     sample = random.Random(0).sample(range(count), min(count, _LOOKED_AT))
     seen = looked(sample)
-    lost: dict[str, list[str]] = {}
-    for one in seen:
-        for what in one.lost:
-            lost.setdefault(what, []).append(one.name)
-    notes = tuple(
-        f"{min(names)}{f' and {len(names) - 1:,} more' if names[1:] else ''}: {what}"
-        for what, names in lost.items()
-    )
     colour = any(one.header.colour for one in seen)
     values = [one.values for one in seen if one.values]
     rest = sorted(set(range(count)) - set(sample))
@@ -256,7 +248,21 @@ def look_at_set(
         colour = colour or any(one.header.colour for one in more)
         values += [one.values for one in more if one.values]
     sizes = tuple((one.header.width, one.header.height) for one in seen)
-    return SetLook(channels or (3 if colour else 1), _range_of(values) if values else None, sizes, notes)
+    return SetLook(
+        channels or (3 if colour else 1), _range_of(values) if values else None, sizes, _notes(seen)
+    )
+
+
+def _notes(seen: Sequence[_Look]) -> tuple[str, ...]:
+    """A sentence about each kind of thing that is not read, with the first file's name and the number of others."""
+    names: dict[str, list[str]] = {}
+    for one in seen:
+        for what in one.lost:
+            names.setdefault(what, []).append(one.name)
+    return tuple(
+        f"{min(files)}{f' and {len(files) - 1:,} more' if files[1:] else ''}: {what}"
+        for what, files in names.items()
+    )
 
 
 class _Values(NamedTuple):
@@ -479,12 +485,13 @@ def _check_labels(labels: Sequence[int | str], source: Path) -> None:
 
 
 class ParquetSurvey(NamedTuple):
-    """What the images of parquet shards have in common: channels, widths and heights, labels, one range of values."""
+    """What the images of parquet shards have in common: channels, sizes, labels, a range; and what is not read."""
 
     channels: int
     sizes: Counter[tuple[int, int]]
     labels: frozenset[int | str]
     value_range: tuple[float, float] | None
+    notes: tuple[str, ...]
 
 
 def survey_parquet(files: Sequence[Path], ranges: bool = True) -> ParquetSurvey:
@@ -498,6 +505,7 @@ def survey_parquet(files: Sequence[Path], ranges: bool = True) -> ParquetSurvey:
     sizes: Counter[tuple[int, int]] = Counter()
     kinds: set[int | str] = set()
     values: list[_Values] = []
+    losing: list[_Look] = []
     for file in files:  # one at a time: together they may be larger than the memory
         encoded, labels = parquet_cells([file])
         _check_labels(labels, file)
@@ -508,7 +516,9 @@ def survey_parquet(files: Sequence[Path], ranges: bool = True) -> ParquetSurvey:
             sizes[look.header.width, look.header.height] += 1
             channels = 3 if look.header.colour else channels
             values += [look.values] if look.values else []
-    return ParquetSurvey(channels, sizes, frozenset(kinds), _range_of(values) if values else None)
+            losing += [look] if look.lost else []
+    value_range = _range_of(values) if values else None
+    return ParquetSurvey(channels, sizes, frozenset(kinds), value_range, _notes(losing))
 
 
 def read_parquet(

@@ -686,11 +686,17 @@ def test_files_of_other_suffixes_are_counted(tmp_path: Path) -> None:
 
 
 def test_pages_that_are_not_read_are_said(tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow")
+    pq = pytest.importorskip("pyarrow.parquet")
     put(tmp_path, "a", "b")
     pages = [Image.new("L", (9, 9), 60 * k) for k in range(4)]
     pages[0].save(tmp_path / "a" / "stack.tif", save_all=True, append_images=pages[1:])
     summary, said = summarise({"train": read(tmp_path)}), "; stack.tif: the first of its pages alone is read"
     assert summary.sentence().endswith(said) and said not in summary.sentence(private=True)
+    cells = [{"bytes": (tmp_path / "a" / "stack.tif").read_bytes(), "path": None}] * 2
+    pq.write_table(pa.table({"image": cells, "label": [0, 1]}), tmp_path / "train.parquet")
+    packed = load_dataset(f"parquet:{tmp_path}", "train")
+    assert packed.spec.notes == ("train.parquet and 1 more: the first of its pages alone is read",)
 
 
 def test_all_images_decide_whether_a_set_has_colour(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

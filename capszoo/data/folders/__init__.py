@@ -96,7 +96,8 @@ def open_set(
         images = frame(images, side, framing.crop_mode, framing.mean or spec.mean)
     # labels of several classes are zeros and ones [n, classes]
     counted = None if labels.ndim == 2 else 1
-    spec = replace(spec, cropped=cropped, value_range=packed.value_range, labels_per_image=counted)
+    spec = replace(spec, cropped=cropped, value_range=packed.value_range, notes=packed.notes)
+    spec = replace(spec, labels_per_image=counted)
     return ImageSet(spec, split, images, labels)
 
 

@@ -35,6 +35,7 @@ class Packed(NamedTuple):
         size: rows and columns of the model's input, where images of different sizes have been scaled to one; else None.
         cropped: mean share of the images' area that was cropped away.
         value_range: black and white of images of more than 8 bits a channel, where the set has some.
+        notes: what of the images' files is not read.
     """
 
     images: Tensor
@@ -43,6 +44,7 @@ class Packed(NamedTuple):
     size: tuple[int, int] | None = None
     cropped: float = 0.0
     value_range: ValueRange | None = None
+    notes: tuple[str, ...] = ()
 
 
 def read_idx(folder: Path, split: str) -> Packed:
@@ -120,7 +122,7 @@ def read_packed_parquet(
     stored, mode = (images.shape[2], images.shape[3]), framing.crop_mode
     lost = sum(n * cropped_share(one, stored, crop_mode=mode) for one, n in training.sizes.items())
     cropped = lost / max(training.sizes.total(), 1)
-    return Packed(images, numbers, label_names, model_size, cropped, value_range)
+    return Packed(images, numbers, label_names, model_size, cropped, value_range, training.notes)
 
 
 def parquet_shards(folder: Path, names: Sequence[str]) -> list[Path]:
