@@ -123,6 +123,9 @@ from capszoo.errors import UnknownModel; assert UnknownModel is capszoo.UnknownM
 try: capszoo.nosuch
 except AttributeError as error: assert 'nosuch' in str(error)
 else: raise AssertionError
+import sys, torch
+capszoo.layers.FCIDPA(6, 3, 4)(torch.randn(2, 6, 4))
+assert "capszoo.layers._triton.kernels" not in sys.modules, "Triton is imported where it computes"
 """
 
 

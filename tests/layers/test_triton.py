@@ -62,19 +62,6 @@ assert layers.FCIDPA(6, 3, 4)(torch.randn(2, 6, 4)).shape == (2, 3, 4)
     assert done.returncode == 0, done.stderr
 
 
-def test_triton_is_imported_late(root: Path) -> None:
-    code = """
-import sys
-had = "triton" in sys.modules
-import capszoo, torch
-from capszoo import layers
-layers.FCIDPA(6, 3, 4)(torch.randn(2, 6, 4))
-assert "capszoo.layers._triton.kernels" not in sys.modules
-"""
-    done = python(root, "-c", code)
-    assert done.returncode == 0, done.stderr
-
-
 def test_switches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_triton, "_on_cpu", True)
     monkeypatch.setattr(_triton, "_FOUND", True)

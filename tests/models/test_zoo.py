@@ -419,7 +419,7 @@ def test_finite_float16(name: str) -> None:
         _check_finite(model, kind, torch.float16, train=True)
 
 
-@each_family()
+@pytest.mark.parametrize("name", slow_unless(PER_ROUTING, NAMES))
 def test_autocast(name: str) -> None:
     """bfloat16 autocast, as training uses it: finite scores and float32 gradients."""
     model = small(name).train()
@@ -431,24 +431,20 @@ def test_autocast(name: str) -> None:
 
 
 @each_family()
-def test_batch_equals_its_images_one_by_one(name: str) -> None:
+def test_each_image_has_scores_of_its_own(name: str) -> None:
+    """The same each time, alone or in a batch; a batch of no images, as a filter may leave it, has none."""
     model = small(name).eval()
     calibrate(model)
     x = images(model, 3)
     with torch.no_grad():
-        together = model(x)
+        together, again, other = model(x), model(x), model(images(model, 3, seed=2))
         alone = torch.cat([model(x[i : i + 1]) for i in range(3)])
+    assert torch.equal(together, again)
     assert relative_difference(together, alone) < 1e-4
-
-
-@each_family()
-def test_no_images(name: str) -> None:
-    """A batch of no images has no scores, and raises nothing: what is left of a filtered batch may be empty."""
-    model = small(name).eval()
-    none = images(model, 2)[:0]
-    assert model(none).shape == (0, model.num_classes)
+    assert relative_difference(together, other) > 1e-4, "more than rounding"
+    assert model(x[:0]).shape == (0, model.num_classes)
     with torch.inference_mode():
-        assert model(none).shape == (0, model.num_classes)
+        assert model(x[:0]).shape == (0, model.num_classes)
 
 
 def test_a_large_constant_image_is_finite() -> None:
@@ -458,21 +454,10 @@ def test_a_large_constant_image_is_finite() -> None:
         assert model(torch.full_like(images(model), 1e6)).isfinite().all()
 
 
-@each_family()
-def test_eval_is_deterministic_and_sees_the_image(name: str) -> None:
-    model = small(name).eval()
-    calibrate(model)
-    x = images(model, 2)
-    with torch.no_grad():
-        first, second, other = model(x), model(x), model(images(model, 2, seed=2))
-    assert torch.equal(first, second)
-    assert relative_difference(first, other) > 1e-4, "more than rounding"
-
-
 # -- keywords -----------------------------------------------------------------------------------------------------
 
 
-@each_model
+@each_family()
 def test_unknown_keyword_names_the_nearest(name: str) -> None:
     with pytest.raises(TypeError, match="num_classes") as caught:
         capszoo.create_model(name, device="meta", num_clases=3)
@@ -660,7 +645,7 @@ def test_pretrained_with_other_classes_and_channels(name: str, tmp_path: Path) -
 # -- timm's interface (the rest is in test_timm_contract.py) -------------------------------------------------------
 
 
-@each_model
+@each_family()
 def test_weights_bring_their_classes_and_channels(name: str) -> None:
     """A configuration with others, as that of weights for another data set has, builds them."""
     _, height, width = native(name)

@@ -470,6 +470,7 @@ def test_an_ignored_hangup_stays_ignored() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
+@pytest.mark.slow
 def test_a_closed_terminal_takes_what_is_printed_no_more() -> None:
     """A pseudo-terminal whose other end is closed, as a window is: writing to it fails."""
     code = (

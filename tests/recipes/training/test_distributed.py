@@ -204,12 +204,13 @@ def _finished_run_is_left_alone(root: Path, argv: list[str], out: Path) -> None:
     assert (out / "metrics.jsonl").read_bytes() == before and not (out / "checkpoints").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "expected"),
     [
         ("nan:1", "the loss is not finite at update 3 (epoch 1), first in the output of the loss"),
-        pytest.param("full-disk:20000", "cannot write to", marks=pytest.mark.slow),
-        pytest.param("crash:1", "another process of this run has ended", marks=pytest.mark.slow),
+        ("full-disk:20000", "cannot write to"),
+        ("crash:1", "another process of this run has ended"),
     ],
 )
 def test_what_fails_on_one_process_ends_both_with_one_line(
