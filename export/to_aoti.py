@@ -65,7 +65,8 @@ class AotiRunner:
         if self.size is not None and (images.shape[1:], str(images.dtype)) != (tuple(self.size), self.dtype):
             raise CapszooError(
                 f"{self.path} takes {self.dtype} images [b, {', '.join(map(str, self.size))}], "
-                f"not {images.dtype} {list(images.shape)}"
+                f"not {images.dtype} {list(images.shape)}",
+                "prepare them as preprocess.json states",
             )
         without_tf32 = torch.backends.cudnn.flags(enabled=True, allow_tf32=False)
         with torch.inference_mode(), without_tf32:
