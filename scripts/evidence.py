@@ -718,14 +718,11 @@ def overall(folder: Path) -> list[str]:
                     if head in part.differ:
                         (better if one.sign * part.by[head][0] > 0 else worse).append(f"{head}: {where}")
         if count:
-            sides = [
-                f"{_of(len(some), count)}{f' ({_semicolons(some)})' if some else ''}"
-                for some in (better, worse)
-            ]
+            which = [f" ({_semicolons(some)})" if some else "" for some in (better, worse)]
             twin = "average pooling" if kind == "avg" else "the same head with even couplings"
             lines += [
-                f"Trained beside {twin}, a routed head is better in {sides[0]} comparisons.",
-                f"It is worse in {sides[1]}.",
+                f"Trained beside {twin}, a routed head is better in {_of(len(better), count)} comparisons{which[0]}.",
+                f"It is worse in {_of(len(worse), count)}{which[1]}.",
             ]
     if lines:
         lines.append(

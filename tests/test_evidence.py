@@ -251,7 +251,7 @@ def test_the_paragraph_counts_every_comparison(script: Any, evidence: Any, tmp_p
     few(tmp_path, evidence, {"avg": 90.0, "conv": 95.0, "em": 91.0, "em, even": 90.0})
     said = script.overall(tmp_path)
     assert said[0] == (
-        "Trained beside average pooling, a routed head is better in 1 of 1 (em: few, 10 a class) comparisons."
+        "Trained beside average pooling, a routed head is better in 1 of 1 comparisons (em: few, 10 a class)."
     ), "conv has no capsules"
     assert said[1] == "It is worse in none of 1."
     few(tmp_path, evidence, {"avg": 5.0, "em": 6.0}, setting=100, figure="ece", validation=90.0)
