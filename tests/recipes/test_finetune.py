@@ -534,6 +534,7 @@ def test_initial_weights_of_another_network_are_refused(photos: Path) -> None:
 def test_killed_and_started_again(root: Path, photos: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     arguments = ["--data", str(photos), "--out", str(out), "--epochs", "6", "--device", "cpu"]
+    arguments += ["--set", "checkpoint_every=2"]  # a slow disk would have fewer
     process = subprocess.Popen(
         [sys.executable, "-m", "capszoo", "finetune", MODEL, *arguments],
         cwd=root,
