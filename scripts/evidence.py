@@ -765,8 +765,8 @@ def left(folder: Path) -> list[str]:
     for job, seconds in missing(SCALE, folder):
         waiting.setdefault(job.claim, []).append(seconds)
     return [
-        f"- {len(seconds)} runs: `python benchmarks/evidence.py {claim}`, about {math.ceil(sum(seconds) / 60)} min of "
-        "one core."
+        f"- {len(seconds)} run{'s' if len(seconds) > 1 else ''}: `python benchmarks/evidence.py {claim}`, about "
+        f"{math.ceil(sum(seconds) / 60)} min of one core."
         for claim, seconds in waiting.items()
     ]
 
