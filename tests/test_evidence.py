@@ -256,8 +256,15 @@ def test_the_paragraph_counts_every_comparison(script: Any, evidence: Any, tmp_p
     assert said[1] == "It is worse in none of 1."
     few(tmp_path, evidence, {"avg": 5.0, "em": 6.0}, setting=100, figure="ece", validation=90.0)
     assert "It is worse in 1 of 2 (em: calibration)." in script.overall(tmp_path), "a smaller error is better"
-    few(tmp_path, evidence, {"avg": 3.0, "idpa": 30.0}, claim="overlap", setting=0)
-    assert not any("trained to the end" in line for line in script.overall(tmp_path))
+    few(tmp_path, evidence, {"avg": 40.0, "idpa": 30.0, "em": 5.0}, claim="overlap", setting=0)
+    for head, validation in (("idpa", 19.0), ("em", 50.0)):
+        trial = {"head": head, "even": False, "validation": validation, "updates": 4, "seconds": 9}
+        evidence.keep("rates", f"small/100/{head}/3/0.1", trial, tmp_path)
+    (_, part) = script.compared("overlap", 0, tmp_path)
+    assert part.untrained == ["idpa"] and part.by.keys() == {"em"}, "by the trials, not by a bad figure"
+    (tmp_path / "rates.json").unlink()
+    few(tmp_path, evidence, {"avg": 40.0, "idpa": 30.0, "em": 30.0}, claim="overlap", setting=0)
+    assert not any("more updates" in line for line in script.overall(tmp_path))
     few(
         tmp_path,
         evidence,
@@ -267,10 +274,7 @@ def test_the_paragraph_counts_every_comparison(script: Any, evidence: Any, tmp_p
         figure="unseen",
         matched=None,
     )
-    assert script.overall(tmp_path)[-1].startswith(
-        "`idpa` was not trained to the end there (rotation: less than"
-    )
-    assert "idpa: overlap" not in " ".join(script.overall(tmp_path)), "avg did not train"
+    assert script.overall(tmp_path)[-1].endswith("of that of `avg` (rotation).")
     means = {"avg": 80.0, "em": 80.05}
     few(tmp_path, evidence, means, claim="affine", setting=0, figure="affnist", matched=50.0)
     lines = script.trained_lines("affine", tmp_path)
