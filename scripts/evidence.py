@@ -706,8 +706,8 @@ def overall(folder: Path) -> list[str]:
     lines, widths = [], []
     unfinished: dict[str, list[str]] = {}
     for kind in ("avg", "even"):
-        better: list[str] = []
-        worse: list[str] = []
+        better: dict[str, list[str]] = {}
+        worse: dict[str, list[str]] = {}
         count = 0
         for claim, one in TRAINED.items():
             for setting in one.settings:
@@ -724,13 +724,20 @@ def overall(folder: Path) -> list[str]:
                     if kind == "avg" and reached[head] < UNFINISHED * reached["avg"]:
                         unfinished.setdefault(head, []).append(where)
                     if head in part.differ:
-                        (better if one.sign * part.by[head][0] > 0 else worse).append(f"{head}: {where}")
+                        side = better if one.sign * part.by[head][0] > 0 else worse
+                        side.setdefault(where, []).append(head)
         if count:
-            which = [f" ({_semicolons(some)})" if some else "" for some in (better, worse)]
+            which = [
+                f" ({_semicolons([f'{where}: {_listed(heads)}' for where, heads in some.items()])})"
+                if some
+                else ""
+                for some in (better, worse)
+            ]
+            counts = [sum(map(len, some.values())) for some in (better, worse)]
             twin = "average pooling" if kind == "avg" else "the same head with even couplings"
             lines += [
-                f"Trained beside {twin}, a routed head is better in {_of(len(better), count)} comparisons{which[0]}.",
-                f"It is worse in {_of(len(worse), count)}{which[1]}.",
+                f"Trained beside {twin}, a routed head is better in {_of(counts[0], count)} comparisons{which[0]}.",
+                f"It is worse in {_of(counts[1], count)}{which[1]}.",
             ]
     if lines:
         lines.append(
@@ -750,19 +757,18 @@ def _semicolons(names: list[str]) -> str:
     return "; ".join(names)
 
 
-def summary(folder: Path) -> str:
-    """The paragraph at the top, for a reader to quote."""
+def summary(folder: Path) -> list[str]:
+    """The paragraph at the top, for a reader to quote, and the verdicts on checkpoints of the zoo."""
     done = progress(folder)
-    said = overall(folder)
-    said += [LINES[claim](folder)[0] for claim in CLAIMS if claim not in TRAINED and done[claim][0]]
-    partly = [f"{claim} ({done[claim][0]} of {done[claim][1]} runs)" for claim in CLAIMS if
-              0 < done[claim][0] < done[claim][1]]  # fmt: skip
+    paragraph = overall(folder)
+    partly = [f"{claim} ({runs} of {most} runs)" for claim, (runs, most) in done.items() if 0 < runs < most]
     waiting = [CLAIMS[claim].lower() for claim in CLAIMS if not done[claim][0]]
     if partly:
-        said.append(f"Partly run: {', '.join(partly)}.")
+        paragraph.append(f"Partly run: {', '.join(partly)}.")
     if waiting:
-        said.append(f"Not tested yet: {'; '.join(waiting)}.")
-    return " ".join(said)
+        paragraph.append(f"Not tested yet: {'; '.join(waiting)}.")
+    verdicts = [f"- {LINES[claim](folder)[0]}" for claim in CLAIMS if claim not in TRAINED and done[claim][0]]
+    return [" ".join(paragraph), "", "Of checkpoints of the zoo:", "", *verdicts]
 
 
 def left(folder: Path) -> list[str]:
@@ -788,7 +794,7 @@ def page(folder: Path = KEPT) -> str:
     lines = [
         "# When do capsules help?",
         "",
-        summary(folder),
+        *summary(folder),
         "",
         "```sh",
         "capszoo eval resnet20_em.cifar10 --pose --deletion --ood cifar100 --limit 1000   # any checkpoint or run",

@@ -251,11 +251,11 @@ def test_the_paragraph_counts_every_comparison(script: Any, evidence: Any, tmp_p
     few(tmp_path, evidence, {"avg": 90.0, "conv": 95.0, "em": 91.0, "em, even": 90.0})
     said = script.overall(tmp_path)
     assert said[0] == (
-        "Trained beside average pooling, a routed head is better in 1 of 1 comparisons (em: few, 10 a class)."
+        "Trained beside average pooling, a routed head is better in 1 of 1 comparisons (few, 10 a class: em)."
     ), "conv has no capsules"
     assert said[1] == "It is worse in none of 1."
     few(tmp_path, evidence, {"avg": 5.0, "em": 6.0}, setting=100, figure="ece", validation=90.0)
-    assert "It is worse in 1 of 2 (em: calibration)." in script.overall(tmp_path), "a smaller error is better"
+    assert "It is worse in 1 of 2 (calibration: em)." in script.overall(tmp_path), "a smaller error is better"
     few(tmp_path, evidence, {"avg": 40.0, "idpa": 30.0, "em": 5.0}, claim="overlap", setting=0)
     for head, validation in (("idpa", 19.0), ("em", 50.0)):
         trial = {"head": head, "even": False, "validation": validation, "updates": 4, "seconds": 9}
