@@ -66,7 +66,7 @@ from capszoo.recipes.evaluation.metrics import assess, count_correct
 from capszoo.recipes.evaluation.outliers import other_images, outliers
 from capszoo.recipes.evaluation.pose import pose_probe
 from capszoo.recipes.evaluation.report import rounded
-from capszoo.recipes.evaluation.robustness import STEP_SHARE, attack_loss, move, pgd, pixels_to_scores
+from capszoo.recipes.evaluation.robustness import STEP_SHARE, PixelScores, attack_loss, move, pgd
 from capszoo.recipes.evaluation.target import EvalTarget, in_float32, prepare
 from capszoo.recipes.weights import hardware, source_commit
 
@@ -231,7 +231,7 @@ def jobs(scale: str) -> Iterator[Job]:
         for rate in RATES:
             yield Job(scale, "rates", 100, head, even, len(SEEDS), rate)
     settings = [("few", per_class) for per_class in SCALES[scale].few]
-    settings[1:1] = [("rotation", 0)]
+    settings.insert(1, ("rotation", 0))
     settings += [("affine", 0), ("overlap", 0)]
     for claim, setting in settings:
         for seed in SEEDS:
@@ -524,7 +524,7 @@ def masking(target: EvalTarget, twin: EvalTarget, radii: Sequence[float], steps:
     images that stand after ``pgd`` by the network's own gradients, after the same steps by those of ``twin``, which are
     not stopped by a wrong answer, and images that only the latter change: gradients that serve stand for most of them.
     """
-    own, others = (pixels_to_scores(one.net, one.mean, one.std) for one in (target, twin))
+    own, others = (PixelScores(one) for one in (target, twin))
 
     def loss(forward: Callable[[Tensor], Tensor], pixels: Tensor, labels: Tensor) -> Tensor:
         return attack_loss(forward(pixels).log_softmax(1), labels)

@@ -30,6 +30,7 @@ from benchmarks.evidence import (
     SCALES,
     SEEDS,
     TIMES,
+    VARIANTS,
     jobs,
     kept,
     measurements,
@@ -728,7 +729,7 @@ def overall(folder: Path) -> list[str]:
                         side.setdefault(where, []).append(head)
         if count:
             which = [
-                f" ({_semicolons([f'{where}: {_listed(heads)}' for where, heads in some.items()])})"
+                f" ({'; '.join(f'{where}: {_listed(heads)}' for where, heads in some.items())})"
                 if some
                 else ""
                 for some in (better, worse)
@@ -747,14 +748,10 @@ def overall(folder: Path) -> list[str]:
         )
     lines += [
         f"`{head}` may need more updates there: its validation accuracy is less than two thirds of that of `avg` "
-        f"({_semicolons(places)})."
+        f"({'; '.join(places)})."
         for head, places in unfinished.items()
     ]
     return lines
-
-
-def _semicolons(names: list[str]) -> str:
-    return "; ".join(names)
 
 
 def summary(folder: Path) -> list[str]:
@@ -846,7 +843,7 @@ def plots(folder: Path = KEPT, out: Path = PICTURES) -> list[Path]:
     for claim, (draw, panels) in DRAWN.items():
         if not done[claim][0]:
             continue
-        rows = len(measured(claim, folder)) or 12
+        rows = len(measured(claim, folder)) or len(VARIANTS)
         figure = new_figure(4.6 * panels + 1.2, 1.4 + 0.32 * rows)
         axes = figure.subplots(1, panels, squeeze=False)[0]
         draw(axes, folder)

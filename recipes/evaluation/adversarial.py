@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from capszoo.errors import UsageError, require, unknown_name
 
-from .robustness import attack_loss
+from .robustness import PixelScores, attack_loss
 from .target import EvalTarget
 
 __all__ = ["ATTACKS", "Adversarial", "RadiusResult", "adversarial", "parse_attacks"]
@@ -75,22 +75,6 @@ class Adversarial:
     masked: bool
 
 
-class _OfPixels(nn.Module):
-    """Scores of pixels in 0..1."""
-
-    def __init__(self, target: EvalTarget) -> None:
-        super().__init__()
-        self.net = target.net
-        device = target.images.device
-        self.mean, self.std = (
-            torch.tensor(values, device=device).view(1, -1, 1, 1) for values in (target.mean, target.std)
-        )
-
-    def forward(self, pixels: Tensor) -> Tensor:
-        x = (pixels - self.mean) / self.std
-        return self.net(x.contiguous(memory_format=torch.channels_last)).float()
-
-
 def parse_attacks(text: str) -> tuple[str, ...]:
     """Parse names such as ``apgd,square``; raises ``UsageError`` for an unknown one."""
     names = [name.strip() for name in text.split(",")]
@@ -130,7 +114,7 @@ def adversarial(
         raise UsageError("--attack needs images with one label of three or more classes", "leave it out")
     batches = [(batch.pixels.float() / 255, batch.labels) for batch in target.batches(batch_size)]
     pixels, labels = (torch.cat(part) for part in zip(*batches, strict=True))
-    scores = _OfPixels(target).eval()
+    scores = PixelScores(target).eval()
     parameters = [p for p in target.net.parameters() if p.requires_grad]
     for p in parameters:  # their gradients are not needed
         p.requires_grad_(False)

@@ -31,6 +31,7 @@ from .metrics import all_right, assess
 from .target import EvalTarget, drawn
 
 __all__ = [
+    "PixelScores",
     "SWEEPS",
     "AffnistResult",
     "AttackResult",
@@ -42,7 +43,6 @@ __all__ = [
     "move",
     "parse_radii",
     "pgd",
-    "pixels_to_scores",
     "sweeps",
 ]
 
@@ -209,7 +209,7 @@ def attack(
     if target.images.spec.multi_label:
         raise CapszooError("PGD is defined here for one label an image", "choose another data set")
     target.require_one_view("robustness is measured")
-    pixels_of = pixels_to_scores(target.net, target.mean, target.std)
+    pixels_of = PixelScores(target)
     right = [0] * len(radii)
     frozen = [p for p in target.net.parameters() if p.requires_grad]
     for p in frozen:  # their gradients are not needed
@@ -230,18 +230,17 @@ def attack(
     )
 
 
-def pixels_to_scores(
-    net: nn.Module, mean: tuple[float, ...], std: tuple[float, ...]
-) -> Callable[[Tensor], Tensor]:
-    """Scores of pixels in 0..1, float [b, c, h, w]: normalisation, then the network."""
+class PixelScores(nn.Module):
+    """Scores of pixels in 0..1, float [b, c, h, w]: normalisation, then the target's network, in float32."""
 
-    def forward(images: Tensor) -> Tensor:
-        shape = (1, -1, 1, 1)
-        shifted = images - torch.tensor(mean, device=images.device).view(shape)
-        x = shifted / torch.tensor(std, device=images.device).view(shape)
-        return net(x.contiguous(memory_format=torch.channels_last))
+    def __init__(self, target: EvalTarget) -> None:
+        super().__init__()
+        self.net = target.net
+        self.mean, self.std = (torch.tensor(values).view(1, -1, 1, 1) for values in (target.mean, target.std))
 
-    return forward
+    def forward(self, pixels: Tensor) -> Tensor:
+        x = (pixels - self.mean.to(pixels.device)) / self.std.to(pixels.device)
+        return self.net(x.contiguous(memory_format=torch.channels_last)).float()
 
 
 @dataclass(frozen=True)
