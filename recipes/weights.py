@@ -37,7 +37,7 @@ from capszoo.errors import CapszooError, WeightsError
 from capszoo.images import default_background
 from capszoo.scores import kind_for
 
-from .config import list_recipes
+from .config import BACKBONE, list_recipes, load_recipe
 from .evaluate import evaluate
 from .training.checkpoints import write_safetensors
 from .training.history import history_of, read_records
@@ -237,8 +237,11 @@ def write_weights(
         start = stem  # a folder's name says less
         recipe["init"] = {**recipe["init"], "weights": stem}
     # a name alone is not enough: images of a user may be in a folder `cifar10`
-    own_weights = start is None or start == stem  # that name is the zoo's
-    of_zoo = stem in list_recipes() and spec.name in DATASETS and own_weights
+    of_zoo = stem in list_recipes() and spec.name in DATASETS
+    if of_zoo and start and start.startswith(BACKBONE):  # that of the recipe has the licence of the zoo's weights
+        of_zoo = model_args.get("backbone") == load_recipe(stem).model_args.get("backbone")
+    else:
+        of_zoo = of_zoo and start in (None, stem)  # that name is the zoo's
     tensors, storage = _as_stored(net.state_dict()) if of_zoo else (net.state_dict(), "float32")
     write_safetensors(weights, tensors)
     metadata = {

@@ -242,6 +242,18 @@ DATASETS: dict[str, DatasetSpec] = {
             source="Netzer et al.: Reading Digits in Natural Images with Unsupervised Feature Learning (2011)",
             remedy="the Hub's ufldl-stanford/svhn or the files {train,test}_32x32.mat will do",
         ),
+        DatasetSpec(
+            name="sign_digits",
+            title="Sign Language Digits",
+            label_names=tuple("0123456789"),
+            input_size=(3, 100, 100),
+            mean=(0.6765, 0.6474, 0.6177),
+            std=(0.1465, 0.1634, 0.1905),
+            counts={"train": 1_653, "test": 409},
+            folders=("sign_digits", "sign_digits/data", ""),
+            source="Mavi: photographs of hands, 10 classes (arXiv 2011.08927); cut between two people",
+            remedy="the source's images as parquet shards (image, label), those numbered below 5582 in train-*.parquet",
+        ),
         _SMALLNORB,
         # Hinton et al. 2018, section 5.1: train on some viewpoints of the training objects; `test` has the other
         # viewpoints of the test objects, `familiar` those used in training.

@@ -44,6 +44,7 @@ __all__ = [
     "create_backbone",
     "described_backbone",
     "first_convolution",
+    "prune_stages",
 ]
 
 torch.fx.wrap("split_axis")
@@ -607,6 +608,26 @@ def first_convolution(model: nn.Module) -> Optional[str]:
     if named:
         return str(named)
     return next((key for key, module in model.named_modules() if isinstance(module, nn.Conv2d)), None)
+
+
+def prune_stages(model: Any, out_index: int) -> int:
+    """Drop the stages of a backbone after a feature level; return the number of levels that remain.
+
+    Raises:
+        ValueError: the model has no such level, or no method of timm that drops stages; one line.
+    """
+    name = type(model).__name__
+    if not hasattr(model, "prune_intermediate_layers"):
+        raise ValueError(
+            f"{name} has no prune_intermediate_layers, so the head takes its last map: leave out_index={out_index} "
+            "out, or choose another backbone"
+        )
+    try:
+        # its head goes with the classifier
+        return int(model.prune_intermediate_layers([out_index], prune_head=False)[-1]) + 1
+    except (AssertionError, TypeError) as error:
+        reason = error if isinstance(out_index, int) else "it must be an integer"
+        raise ValueError(f"{name} has no feature level out_index={out_index!r}: {reason}") from error
 
 
 def feature_levels_of(

@@ -34,6 +34,7 @@ from ._backbones import (
     described_backbone,
     feature_levels_of,
     first_convolution,
+    prune_stages,
 )
 from ._base import CapsuleNet, CapsuleOutput, CouplingLayout, Votes, feature_levels
 from ._blocks import cifar_resnet_stages, init_conv_weights
@@ -311,11 +312,13 @@ class BackboneNet(HeadNet):
         backbone_pretrained: load the backbone's weights; nothing is downloaded otherwise.
         backbone_args: further arguments of the backbone's network.
         cache_dir: folder for the backbone's downloads.
+        out_index: level of the backbone's features, as in timm's ``out_indices``, whose map the head takes; the stages
+            after it are dropped. None takes the last map.
         global_pool: ``"avg"``; ``""`` returns the feature map without classes.
         drop_rate: dropout of the class layer's input.
 
     Raises:
-        ValueError: an unknown backbone, routing or argument, or a backbone without a feature map; one line.
+        ValueError: an unknown backbone, routing or argument, or a backbone without this feature map; one line.
     """
 
     def __init__(
@@ -334,6 +337,7 @@ class BackboneNet(HeadNet):
         drop_rate: float = 0.0,
         backbone_args: Optional[Dict[str, Any]] = None,
         cache_dir: Optional[str] = None,
+        out_index: Optional[int] = None,
     ) -> None:
         options: Dict[str, Any] = dict(
             head_args or {}, proj_chans=proj_chans, max_grid=max_grid, drop_rate=drop_rate
@@ -348,6 +352,7 @@ class BackboneNet(HeadNet):
             backbone = create_backbone(
                 backbone, backbone_pretrained, in_chans, self.img_size, cache_dir, backbone_args
             )
+        last = None if out_index is None else prune_stages(backbone, out_index)
         levels = int(options.get("levels", 1))
         if levels > 1:
             features: BackboneFeatures = BackboneLevels(backbone, in_chans, self.img_size, levels)
@@ -358,7 +363,7 @@ class BackboneNet(HeadNet):
         self.stages = nn.Sequential(OrderedDict(backbone=features))
         self.feature_info = feature_levels_of(
             backbone, "stages.backbone.model", features.chans, self.img_size, features.grid
-        )
+        )[:last]
         #: Name of the first convolution, in which weights are adapted to other channels.
         first = first_convolution(features.model)
         self.first_conv = f"stages.backbone.model.{first}" if first else None
@@ -487,8 +492,8 @@ def attach_head(
         freeze: freeze the backbone: its parameters need no gradient, and it stays in eval mode in training, so that the
             statistics of its norms do not change.
         **head_args: of the head: ``proj_chans`` (64), ``max_grid`` (8), ``routing_iters``, ``even_couplings=True``
-            (the same head without routing), and those specific to the routing, such as ``caps_types``, ``depth`` or
-            ``levels``.
+            (the same head without routing), ``out_index`` (the backbone's feature level whose map the head takes,
+            by default the last), and those specific to the routing, such as ``caps_types``, ``depth`` or ``levels``.
 
     Returns:
         A network with all of the zoo's methods.
@@ -513,7 +518,7 @@ def attach_head(
         )
     own: Dict[str, Any] = {
         key: head_args.pop(key)
-        for key in ("proj_chans", "max_grid", "drop_rate", "routing_iters")
+        for key in ("proj_chans", "max_grid", "drop_rate", "routing_iters", "out_index")
         if key in head_args
     }
     options: Dict[str, Any] = dict(

@@ -897,6 +897,26 @@ def test_levels_are_part_of_a_saved_network(tmp_path: Path) -> None:
         assert torch.equal(net(x), expected), "what remains is the last map"
 
 
+@pytest.mark.parametrize("backbone", slow_unless(("vit_tiny_patch16_224", "resnet18"), LEVELS))
+def test_a_head_takes_an_earlier_map(backbone: str, tmp_path: Path) -> None:
+    whole = attached(backbone, "idpa").stages.backbone.model
+    net = attached(backbone, "idpa", out_index=-2)
+    check(net, "idpa")
+    inner = net.stages.backbone.model
+    assert len(net.feature_info) == len(whole.feature_info) - 1
+    assert sum(p.numel() for p in inner.parameters()) < sum(p.numel() for p in whole.parameters())
+    whole.load_state_dict({**whole.state_dict(), **inner.state_dict()})
+    x = images(net, 2)
+    save_for_hf(net, str(tmp_path), safe_serialization=True)
+    again = capszoo.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
+    with torch.no_grad():
+        (expected,) = whole.forward_intermediates(x, indices=[-2], norm=True, intermediates_only=True)
+        torch.testing.assert_close(net.stages(x), expected)
+        assert torch.equal(again(x), net(x))
+    net.train()(images(net, 3)).square().mean().backward()
+    assert not [key for key, p in net.named_parameters() if p.grad is None]
+
+
 @pytest.mark.slow
 def test_a_head_of_several_levels_is_exported(tmp_path: Path) -> None:
     pytest.importorskip("onnxscript")
@@ -915,6 +935,9 @@ def test_a_head_of_several_levels_is_exported(tmp_path: Path) -> None:
         ("resnet18", "ipda", {}, ["ipda", "idpa"]),
         ("resnt18", "idpa", {}, ["resnt18", "resnet18"]),
         ("resnet18.a1_in1", "idpa", {}, ["resnet18.a1_in1", "resnet18.a1_in1k"]),
+        ("resnet18", "idpa", {"out_index": 9}, ["out_index", "9", "4"]),
+        ("resnet18", "idpa", {"out_index": "x"}, ["out_index", "integer"]),
+        (NoMap(), "idpa", {"out_index": 0}, ["NoMap", "out_index"]),
         (NoMap(), "idpa", {}, ["NoMap", "1", "4"]),
         (nn.Linear(3, 4), "idpa", {}, ["forward_features"]),
         (Tokens(), "idpa", {}, ["7", "Tokens"]),
