@@ -62,7 +62,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "photos"
 SEEDS = (0, 1, 2)
 BACKBONE = "tf_efficientnet_lite0"
 SIZE, UPDATES, BATCH = 96, 240, 32
-HEADS = ("avg", "idpa", "dynamic", "em", "self_routing", "self_attention", "routing_pool", "conv")
+HEADS = ("avg", "idpa", "dynamic", "em", "self_routing", "self_attention", "routing_pool", "heinsen", "conv")
 #: Traffic lights are tall: the middle square would lose the red and the green lamp.
 PHOTOS = {"sign_digits": "center", "traffic_lights": "squash"}
 XRAYS = "pneumoniamnist"

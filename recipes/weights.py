@@ -69,7 +69,7 @@ ZOO_LICENSE, USER_LICENSE = "apache-2.0", "unknown"
 SUFFIXES = (".safetensors", ".golden.npz", ".json")  # the metadata comes last: it makes the tag exist
 
 #: Bytes of one file and of all in the package's ``weights/``, and in ``weights-large/`` of a checkout.
-FILE_LIMIT, FOLDER_LIMIT = 20_000_000, 60_000_000
+FILE_LIMIT, FOLDER_LIMIT = 20_000_000, 64_000_000
 LARGE_FILE_LIMIT, LARGE_FOLDER_LIMIT = 80_000_000, 160_000_000
 
 
@@ -238,7 +238,9 @@ def write_weights(
         recipe["init"] = {**recipe["init"], "weights": stem}
     # a name alone is not enough: images of a user may be in a folder `cifar10`
     of_zoo = stem in list_recipes() and spec.name in DATASETS
-    if of_zoo and start and start.startswith(BACKBONE):  # that of the recipe has the licence of the zoo's weights
+    if (
+        of_zoo and start and start.startswith(BACKBONE)
+    ):  # that of the recipe has the licence of the zoo's weights
         of_zoo = model_args.get("backbone") == load_recipe(stem).model_args.get("backbone")
     else:
         of_zoo = of_zoo and start in (None, stem)  # that name is the zoo's

@@ -36,7 +36,7 @@ from capszoo._pretrained.info import (
 )
 from capszoo.data import dataset_spec
 from capszoo.models._papers import PAPERS, PaperFigure
-from capszoo.recipes.config import MACHINE_KEYS, list_profiles, list_recipes, load_recipe
+from capszoo.recipes.config import BACKBONE, MACHINE_KEYS, list_profiles, list_recipes, load_recipe
 from capszoo.recipes.release.model_card import card_data, paper_link
 from capszoo.recipes.release.paper_results import (
     as_accuracy,
@@ -161,8 +161,10 @@ def results_table() -> str:
         test = stated.metrics["test"]
         same = [_paper_accuracy(figure) for figure in paper_figures(info)]
         trained = f"seed {stated.seed}, {stated.trained.epochs} epochs"
-        if began_with(info):
-            trained += " after those of an earlier run"
+        if start := began_with(info):
+            trained += (
+                " on ImageNet weights" if start.startswith(BACKBONE) else " after those of an earlier run"
+            )
         accuracy = f"{test.top1:.2f}{_unless_top1(info)}{seeds_note(info)}"
         lines.append(
             f"| `{name}` | {stated.dataset.name} | {accuracy} | {trained} | {'; '.join(same) or 'none'} "

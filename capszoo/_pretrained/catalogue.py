@@ -110,12 +110,6 @@ def without_weights(architecture: str) -> tuple[str, str]:
 
     Names the recipes that train it, their data sets, and the checkpoints of related networks.
     """
-    if architecture == "caps_head":  # the backbone and the data are the user's
-        return (
-            "no pretrained weights exist for caps_head, whose backbone and data are yours",
-            "train it with `capszoo finetune --backbone NAME --data FOLDER`, or use pretrained=False with "
-            "backbone_pretrained=True",
-        )
     trained_by = [(name, data) for name, data in recipes().items() if name.startswith(f"{architecture}.")]
     remedies = []
     if trained_by:

@@ -124,9 +124,10 @@ def adapt_state_dict(
     ]
     if wrong or unknown:
         what = "; ".join(wrong[:3] + [f"{k} unknown" for k in unknown[:3]])
-        raise WeightsError(
-            f"the weights do not fit this model ({what}): create it with the arguments they were trained with"
-        )
+        remedy = "create it with the arguments they were trained with"
+        if "stages.backbone." in what:
+            remedy += ", or use pretrained=False with backbone_pretrained=True for the backbone's own weights"
+        raise WeightsError(f"the weights do not fit this model ({what}): {remedy}")
     untrained = tuple(key for key in fresh if not key.startswith("decoder."))
     if other_size and cfg.get("fixed_input_size") and not resampled and not untrained:
         _refuse_another_grid(source_size, model.img_size)  # type: ignore[arg-type]

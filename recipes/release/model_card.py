@@ -28,9 +28,10 @@ from .paper_results import (
     figures_table,
     paper_figures,
     protocol_lines,
+    start_name,
     trained_further,
 )
-from .public import PRIVATE_SET, is_private_set, public, public_start
+from .public import PRIVATE_SET, is_private_set, public
 
 __all__ = [
     "CURVES",
@@ -169,10 +170,8 @@ def model_card(
     size = "×".join(map(str, info.input_size))
     from_paper = f" Paper: {', '.join(papers)}." if papers else ""
     about = public(metadata.description, "description") or f"{info.architecture} trained on {title}"
-    start = began_with(info)
-    trained = (
-        f"Fine-tuned from `{public_start(start)}` on" if start and not trained_further(info) else "Trained on"
-    )
+    start = start_name(info)
+    trained = f"Fine-tuned from `{start}` on" if start and not trained_further(info) else "Trained on"
     shown = ", ".join(labels[:20]) + (
         f" and {len(labels) - 20} more (`{LABELS}`)" if len(labels) > 20 else ""
     )

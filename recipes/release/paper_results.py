@@ -17,8 +17,8 @@ from capszoo._pretrained.info import WeightsInfo
 from capszoo.data import DATASETS
 from capszoo.models._papers import PAPERS, PaperFigure
 
-from ..config import CONFIGS, MACHINE_KEYS, NEUTRAL_KEYS, list_recipes, load_recipe
-from .public import public, public_start
+from ..config import BACKBONE, CONFIGS, MACHINE_KEYS, NEUTRAL_KEYS, list_recipes, load_recipe
+from .public import PRIVATE, public, public_start
 
 __all__ = [
     "as_accuracy",
@@ -33,6 +33,7 @@ __all__ = [
     "seeds_note",
     "settings_unlike_the_recipe",
     "shown",
+    "start_name",
     "trained_further",
     "twin_groups",
 ]
@@ -93,6 +94,13 @@ def began_with(info: WeightsInfo) -> str | None:
     """The initial weights of a checkpoint's run; None if they were random."""
     init = info.metadata.trained.init
     return init.weights if init else None
+
+
+def start_name(info: WeightsInfo) -> str | None:
+    """The initial weights as a reader may know them: a backbone on the user's disk by its architecture."""
+    start = began_with(info)
+    name = public_start(start) if start else None
+    return str(info.model_args.get("backbone", name)) if name == BACKBONE + PRIVATE else name
 
 
 def trained_further(info: WeightsInfo) -> bool:
@@ -210,7 +218,7 @@ def protocol_lines(info: WeightsInfo) -> list[str]:  # noqa: C901, PLR0912 - a l
         )
     elif start:
         lines.append(
-            f"- It began with the weights of `{public_start(start)}`. The epochs of that training are additional."
+            f"- It began with the weights of `{start_name(info)}`. The epochs of that training are additional."
         )
     if counted(info) == "exact set":
         lines.append("- An image counts as correct if exactly its labels are predicted.")

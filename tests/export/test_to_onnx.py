@@ -172,14 +172,15 @@ def digits(count: int) -> tuple[Tensor, Tensor]:
     return (pixels.float() / 255 - 0.1307) / 0.3081, pixels
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
         "resnet20_routingcaps.mnist",
         # in float16 the two overflow at 100 times the values that an image can have
-        pytest.param("capsnet_dynamic.mnist", marks=pytest.mark.slow),  # a minute on a CPU
-        pytest.param("capsnet_dynamic_cifar.cifar10", marks=pytest.mark.slow),
-        pytest.param("idpa_cnn.mnist", marks=pytest.mark.slow),
+        "capsnet_dynamic.mnist",  # a minute on a CPU
+        "capsnet_dynamic_cifar.cifar10",
+        "idpa_cnn.mnist",
     ],
 )
 def test_float16_of_bundled_weights_keeps_its_answers(name: str, root: Path, tmp_path: Path) -> None:

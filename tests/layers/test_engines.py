@@ -269,8 +269,6 @@ QUICK = (
     "idpa stack: native",
     "dynamic: native",
     "em conv: native",
-    "idpa stack: blocked",
-    "em conv: blocked",
 )
 
 
@@ -527,7 +525,24 @@ def test_leaves_python(case: Case, engine: type[Engine]) -> None:
             assert torch.equal(found, value)
 
 
-@pytest.mark.parametrize(("case", "engine"), [p for p in PAIRS if p.values[1].targets])  # type: ignore[attr-defined]
+#: An engine of graphs for each layer; the layer's other options are in the slow sweep.
+WRITTEN = (
+    "idpa conv: chunked",
+    "idpa fc: masked",
+    "idpa stack: chunked",
+    "em conv: chunked",
+    "em class: frozen",
+)
+
+
+@pytest.mark.parametrize(
+    ("case", "engine"),
+    [
+        pytest.param(*p.values, id=p.id, marks=() if p.id in WRITTEN else pytest.mark.slow)
+        for p in PAIRS
+        if p.values[1].targets  # type: ignore[attr-defined]
+    ],
+)
 def test_writes_graphs(case: Case, engine: type[Engine], monkeypatch: pytest.MonkeyPatch) -> None:
     """Exported for its target with a free batch; frozen weights are constants and not part of a checkpoint."""
     module, x = case.module().requires_grad_(False), [t.detach() for t in case.inputs(2)]
@@ -761,7 +776,9 @@ def test_report() -> None:
 
 
 @pytest.mark.parametrize("mode", ["eager", "compiled"])
-@pytest.mark.parametrize("half", [False, True], ids=["float32", "autocast"])
+@pytest.mark.parametrize(
+    "half", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["float32", "autocast"]
+)
 @pytest.mark.parametrize(
     ("build", "size"),
     [

@@ -33,10 +33,10 @@ def python(root: Path, *arguments: str, **variables: str) -> subprocess.Complete
 
 
 @needs_triton
-@pytest.mark.parametrize("which", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
-def test_kernels_in_the_interpreter(root: Path, which: str) -> None:
+@pytest.mark.slow
+def test_kernels_in_the_interpreter(root: Path) -> None:
     """The cases of triton_cases.py; the report below names the one that failed."""
-    command = ["-m", "pytest", "-q", "-m", which, "-p", "no:cacheprovider", "-p", "no:xdist"]
+    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
     command.append("tests/layers/triton_cases.py")
     done = python(root, *command, TRITON_INTERPRET="1")
     print(done.stdout)

@@ -52,19 +52,7 @@ def _on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 #: What follows the sums.
-NORMS = {"none": "none", "layer": "layer"}
-
-#: In the quick suite the interpreter runs the kernels at these; at the others in `make test-slow`.
-QUICK = ("conv 3x3, overlapping", "connected vectors", "layer")
-
-
-def swept(cases: dict[str, Any]) -> list[Any]:
-    """Parameters of a test, one for each case."""
-    return [
-        pytest.param(value, id=key, marks=() if key in QUICK else pytest.mark.slow)
-        for key, value in cases.items()
-    ]
-
+NORMS = ("none", "layer")
 
 EPS = 1e-5
 
@@ -144,16 +132,14 @@ def check(
             assert f.abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("norm", swept(NORMS))
-@pytest.mark.parametrize("shape", swept(SHAPES))
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_values_and_gradients(shape: tuple[int, ...], norm: str) -> None:
     check(*problem(shape, torch.float32, norm), couplings=True, norm=norm)
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)], ids=str
-)
-@pytest.mark.parametrize("shape", swept(SHAPES))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_half_types(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """With LayerNorm, as in the layers."""
     check(*problem(shape, dtype, "layer"), couplings=True, norm="layer")
@@ -165,8 +151,7 @@ def test_without_couplings() -> None:
     check(tensors, options, couplings=False)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("norm", swept(NORMS))
+@pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("shape", [SHAPES["conv 4x4"], (20, 1, 1, 19, 1, 1, 10, 1, 8, 16)], ids=str)
 def test_loops_in_parts(shape: tuple[int, ...], norm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many multiprocessors and little work: loops are split, and their parts added up, before the norm."""
@@ -174,7 +159,6 @@ def test_loops_in_parts(shape: tuple[int, ...], norm: str, monkeypatch: pytest.M
     check(*problem(shape, torch.float32, norm), couplings=True, norm=norm)
 
 
-@pytest.mark.slow
 def test_every_tile(monkeypatch: pytest.MonkeyPatch) -> None:
     """All tiles that are tried on a GPU give the same numbers."""
     tensors, options = problem((1, 3, 3, 3, 2, 1, 9, 4, 4, 4), torch.float32, "layer")
@@ -188,8 +172,8 @@ def test_every_tile(monkeypatch: pytest.MonkeyPatch) -> None:
     launch._tuned.cache_clear()
 
 
-@pytest.mark.parametrize("norm", swept(NORMS))
-@pytest.mark.parametrize("scale", [pytest.param(0.0, marks=pytest.mark.slow), 1e4])
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("scale", [0.0, 1e4])
 def test_extremes(scale: float, norm: str) -> None:
     """Children that are all zero, and agreements whose exponentials would overflow."""
     tensors, options = problem(SHAPES["connected 4x4"], torch.float32, norm)
@@ -201,7 +185,7 @@ def test_extremes(scale: float, norm: str) -> None:
         assert torch.isfinite(grad).all()
 
 
-@pytest.mark.parametrize("norm", swept(NORMS))
+@pytest.mark.parametrize("norm", NORMS)
 def test_no_routings(norm: str) -> None:
     tensors, options = problem((0, 1, 1, 3, 1, 1, 4, 2, 2, 2), torch.float32, norm)
     poses = routed(tensors, options, norm=norm)[0]
@@ -237,7 +221,7 @@ def test_sums_are_kept_for_the_gradient_alone() -> None:
         poses.sum().backward()
 
 
-@pytest.mark.parametrize("scale", [1.0, pytest.param(0.125, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("scale", [1.0, 0.125])
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_the_norm_alone(dtype: torch.dtype, norm: str, scale: float) -> None:
@@ -256,7 +240,6 @@ def test_the_norm_alone(dtype: torch.dtype, norm: str, scale: float) -> None:
             assert error(f, e) < TOLERANCE[dtype] or (e.norm() < 1e-9 and f.abs().max() < 1e-5)
 
 
-@pytest.mark.slow
 def test_the_operators_are_sound() -> None:
     """Schema, fake kernels, autograd registration and AOT tracing, as PyTorch checks them."""
     shape = (2, 3, 3, 2, 2, 1, 3, 2, 2, 2)
@@ -298,7 +281,6 @@ def naive_layer(layer: Any) -> naive_idpa.Layer:
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("routing", ["concurrent", "sequential"])
 def test_idpa_stack_against_the_naive_reference(routing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both layers, padding, three iterations; the passes that Procedure 2 needs go through the kernels."""
@@ -329,7 +311,6 @@ def test_idpa_stack_against_the_naive_reference(routing: str, monkeypatch: pytes
         layers.use_triton(True)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"layer_norm": False}, {"drop": 0.5}], ids=str)
 def test_what_is_not_a_layer_norm_alone(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """No norm, and dropout between sum and norm: sums from the kernels, the rest as in the reference."""
@@ -422,7 +403,6 @@ def test_what_leaves_python_is_plain(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not used
 
 
-@pytest.mark.slow
 def test_compiles_as_one_graph() -> None:
     """torch.compile sees one operator an iteration, norm included, and one after the first pass's product."""
     layer, x = layers.FCIDPA(6, 3, 4), torch.randn(2, 6, 4)
@@ -486,7 +466,6 @@ def launches(run: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Counter[st
     return result, Counter(counted.names)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
 def test_launches_of_an_iteration(split: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a third iteration adds to two, forward and backward."""

@@ -303,9 +303,7 @@ SEVEN = {
 
 
 #: Further architectures that no checkpoint belongs to; the head's backbone and data are the user's.
-WITHOUT = (
-    {*capszoo.list_models()} - {name.partition(".")[0] for name in capszoo.list_pretrained()} - {"caps_head"}
-)
+WITHOUT = {*capszoo.list_models()} - {name.partition(".")[0] for name in capszoo.list_pretrained()}
 
 
 #: Of these, those whose names share no word with a network that has weights.

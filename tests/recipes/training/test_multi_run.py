@@ -108,6 +108,7 @@ def test_mistakes_are_found_before_anything_starts(tmp_path: Path, data: Path) -
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.slow
 def test_a_log_that_cannot_be_written_leaves_the_other_run_alone(tmp_path: Path, data: Path) -> None:
     recipes = write_recipes(tmp_path, data, "one", "two")
     (tmp_path / "runs" / "idpa_cnn.two.log").mkdir(parents=True)
