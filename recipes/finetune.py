@@ -53,7 +53,7 @@ from .weights import amend_metadata
 
 __all__ = ["Source", "find_source", "finetune", "finetune_recipe"]
 
-# Settings for small sets; docs/fine-tune.md has the results of `python benchmarks/finetune.py`.
+# Settings for small sets, by common practice; docs/fine-tune.md has results of `make photos`.
 LEARNING_RATE = 0.003
 LAYER_DECAY = 0.8
 #: Updates in all, as far as ``EPOCHS`` allows: a small set is shown more often than a large one.

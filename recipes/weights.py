@@ -396,12 +396,6 @@ def bundle(run: str | Path, folder: str | Path | None = None) -> list[Path]:
         into.mkdir(parents=True, exist_ok=True)
         if suffix == ".json":
             metadata = json.loads(file.read_text(encoding="utf-8"))
-            history = history_of(read_records(file.with_name("metrics.jsonl")))
-            if history:  # runs of earlier versions did not write it into the metadata
-                metadata["history"] = history
-            images, loss = metadata["dataset"].get("name"), metadata.get("recipe", {}).get("loss")
-            if images in DATASETS and loss:  # nor did they write how to read images
-                metadata = reading_keys(DATASETS[images], loss["name"]) | metadata
             if not folder:
                 # the zoo's entry of this name takes precedence: the run does not know that it is canonical
                 metadata["canonical"] = canonical_keys({info.name: info} | dict(checkpoints(aliases=False)))[

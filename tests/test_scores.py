@@ -44,7 +44,7 @@ def test_default_tags() -> None:
         canonical = [
             info.tag for info in known.values() if info.architecture == architecture and info.canonical
         ]
-        assert len(canonical) == 1, f"{architecture}: run scripts/complete_metadata.py"
+        assert len(canonical) == 1, f"{architecture}: one of its checkpoints is `canonical` in capszoo/weights"
         found = default_weights(known, architecture)
         assert found is not None and found.tag == canonical[0]
         if architecture in DEFAULT_TAGS:
@@ -61,7 +61,6 @@ def test_a_bare_name_loads_its_default_tag(architecture: str, tag: str) -> None:
 
 
 def test_the_metadata_are_complete() -> None:
-    """What scripts/complete_metadata.py would write stands there."""
     known = checkpoints(aliases=False)
     assert canonical_keys(known) == {name: info.canonical for name, info in known.items()}
     from capszoo.data import dataset_spec
