@@ -312,7 +312,7 @@ def _cell(rows: Sequence[dict[str, Any]], key: str, digits: int) -> str:
     text = f"{statistics.mean(values):.{digits}f}"
     if len(values) > 1:
         text += f" ± {statistics.stdev(values):.{digits}f}"
-    return text if len(values) == len(SEEDS) else f"{text} ({len(values)} of {len(SEEDS)} seeds)"
+    return text if len(values) == len(SEEDS) else f"{text} (n = {len(values)})"
 
 
 def _about(groups: Iterable[Sequence[dict[str, Any]]]) -> str:

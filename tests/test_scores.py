@@ -44,7 +44,9 @@ def test_default_tags() -> None:
         canonical = [
             info.tag for info in known.values() if info.architecture == architecture and info.canonical
         ]
-        assert len(canonical) == 1, f"{architecture}: one of its checkpoints is `canonical` in capszoo/weights"
+        assert len(canonical) == 1, (
+            f"{architecture}: one of its checkpoints is `canonical` in capszoo/weights"
+        )
         found = default_weights(known, architecture)
         assert found is not None and found.tag == canonical[0]
         if architecture in DEFAULT_TAGS:
