@@ -99,17 +99,8 @@ def test_history_travels_in_the_metadata(tmp_path: Path) -> None:
     assert read_records(run / "absent.jsonl") == [] and history_of([]) == {}
     lines = (run / f"{NAME}.json").read_text().splitlines()
     assert sum('"history"' in line for line in lines) == 1 and len(lines) < 100
-
-    # A run of an earlier version has it in metrics.jsonl alone.
-    metadata = json.loads((run / f"{NAME}.json").read_text())
-    del metadata["history"]
-    kept = {key: metadata.pop(key) for key in ("score_kind", "background", "object_size")}
-    metadata["recipe"] = {"loss": {"name": "margin"}}
-    (run / f"{NAME}.json").write_text(json.dumps(metadata))
     bundle(run, tmp_path / "bundled")
-    bundled = json.loads((tmp_path / "bundled" / f"{NAME}.json").read_text())
-    assert bundled["history"] == history
-    assert {key: bundled[key] for key in kept} == kept | {"score_kind": "lengths"}
+    assert json.loads((tmp_path / "bundled" / f"{NAME}.json").read_text())["history"] == history
 
 
 def test_large_weights_are_stored_in_half_precision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
