@@ -238,12 +238,9 @@ def write_weights(
         recipe["init"] = {**recipe["init"], "weights": stem}
     # a name alone is not enough: images of a user may be in a folder `cifar10`
     of_zoo = stem in list_recipes() and spec.name in DATASETS
-    if (
-        of_zoo and start and start.startswith(BACKBONE)
-    ):  # that of the recipe has the licence of the zoo's weights
-        of_zoo = model_args.get("backbone") == load_recipe(stem).model_args.get("backbone")
-    else:
-        of_zoo = of_zoo and start in (None, stem)  # that name is the zoo's
+    if of_zoo and start not in (None, stem):  # that name is the zoo's, and so is the recipe's own backbone
+        backbone = load_recipe(stem).model_args.get("backbone")
+        of_zoo = str(start).startswith(BACKBONE) and model_args.get("backbone") == backbone is not None
     tensors, storage = _as_stored(net.state_dict()) if of_zoo else (net.state_dict(), "float32")
     write_safetensors(weights, tensors)
     metadata = {

@@ -162,9 +162,8 @@ def results_table() -> str:
         same = [_paper_accuracy(figure) for figure in paper_figures(info)]
         trained = f"seed {stated.seed}, {stated.trained.epochs} epochs"
         if start := began_with(info):
-            trained += (
-                " on ImageNet weights" if start.startswith(BACKBONE) else " after those of an earlier run"
-            )
+            on_backbone = start.startswith(BACKBONE)
+            trained += " on a pretrained backbone" if on_backbone else " after those of an earlier run"
         accuracy = f"{test.top1:.2f}{_unless_top1(info)}{seeds_note(info)}"
         lines.append(
             f"| `{name}` | {stated.dataset.name} | {accuracy} | {trained} | {'; '.join(same) or 'none'} "

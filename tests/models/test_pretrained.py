@@ -302,7 +302,7 @@ SEVEN = {
 }
 
 
-#: Further architectures that no checkpoint belongs to; the head's backbone and data are the user's.
+#: Further architectures that no checkpoint belongs to.
 WITHOUT = {*capszoo.list_models()} - {name.partition(".")[0] for name in capszoo.list_pretrained()}
 
 

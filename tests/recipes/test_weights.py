@@ -133,6 +133,8 @@ def test_a_run_that_began_with_another_of_its_recipe_states_the_name(tmp_path: P
 
     first = run_of(tmp_path / "first")
     assert stated(run_of(tmp_path / "second", start=str(first))) == (NAME, module.ZOO_LICENSE)
+    backbone = "backbone:local-dir:mine"  # the recipe has none
+    assert stated(run_of(tmp_path / "third", start=backbone)) == (backbone, module.USER_LICENSE)
     other = str(run_of(tmp_path / "other", tag="mnist_uniform"))
     assert stated(run_of(tmp_path / "third", start=other)) == (other, module.USER_LICENSE)
     mine = json.loads((first / f"{NAME}.json").read_text()) | {"license": module.USER_LICENSE}
