@@ -197,7 +197,8 @@ def features(run: Run, folder: Path) -> list[tuple[Tensor, Tensor]]:
 
 
 def fit(net: nn.Module, recipe: Recipe, optimizer: Any, batches: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Train a network, one update for each batch."""
+    """Train a network in channels-last layout, as the recipes do; one update for each batch."""
+    net.to(memory_format=torch.channels_last)
     scheduler = create_scheduler(recipe, optimizer, UPDATES)
     step = create_step(recipe, net, None, multi_label=False)
     trained = [parameter for parameter in net.parameters() if parameter.requires_grad]
@@ -206,6 +207,7 @@ def fit(net: nn.Module, recipe: Recipe, optimizer: Any, batches: Iterable[tuple[
         if scheduler:
             scheduler.step_update(number)
         optimizer.zero_grad()
+        inputs = inputs.contiguous(memory_format=torch.channels_last)
         loss, _ = step(inputs, labels, inputs)
         loss.backward()
         if recipe.clip_grad:
