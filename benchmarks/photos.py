@@ -5,8 +5,7 @@
     python benchmarks/photos.py --only sign_digits --minutes 30
 
 ``$CAPSZOO_DATA`` holds the parquet files of ``sign_digits``, ``traffic_lights`` and ``pneumoniamnist``. Each run leaves
-one JSON file in benchmarks/results/photos, from which scripts/generate.py writes the tables of docs/fine-tune.md and
-results.csv.
+one JSON file in benchmarks/results/photos, from which scripts/generate.py writes the tables of docs/fine-tune.md.
 
 Photographs: a head on EfficientNet-Lite0 at 96 pixels, 240 updates of 32 images by the recipe of ``capszoo finetune``
 (optimiser, rates, augmentation, balanced sampling) on all training images, without early stopping. Pretrained: the
@@ -329,20 +328,19 @@ def table(folder: Path = RESULTS) -> str:
     found = stored(folder)
     if not found:
         return "No figures yet: `make photos` makes them."
-    lines = [
-        "| data | head | parameters of the head | frozen, top-1 % | mean recall % | tuned, top-1 % | mean recall % | "
-        "from scratch, top-1 % |",
-        "|---|---|---:|---:|---:|---:|---:|---:|",
-    ]
+    lines: list[str] = []
     for data in PHOTOS:
+        lines += [
+            f"| head on `{data}` | its parameters | frozen, % | tuned, % | from scratch, % |",
+            "|---|---:|---:|---:|---:|",
+        ]
         for head in HEADS:
-            frozen, tuned, scratch = (found.get((data, head, start), []) for start in STARTS)
-            size = f"{frozen[0]['trained_parameters']:,}" if frozen else "–"
-            shown = [_cell(rows, key, 1) for rows in (frozen, tuned) for key in ("top1", "mean_recall")]
-            shown.append(_cell(scratch, "top1", 1))
-            lines.append(f"| `{data}` | `{head}` | {size} | {' | '.join(shown)} |")
+            starts = [found.get((data, head, start), []) for start in STARTS]
+            size = f"{starts[0][0]['trained_parameters']:,}" if starts[0] else "–"
+            shown = [_cell(rows, "mean_recall", 1) for rows in starts]
+            lines.append(f"| `{head}` | {size} | {' | '.join(shown)} |")
+        lines.append("")
     lines += [
-        "",
         "| network on `pneumoniamnist` | from MNIST weights, top-1 % | AUROC | from scratch, top-1 % | AUROC |",
         "|---|---:|---:|---:|---:|",
     ]
