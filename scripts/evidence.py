@@ -561,7 +561,7 @@ def compared(claim: str, setting: int, folder: Path, matched: bool = False) -> l
 
 def trained_lines(claim: str, folder: Path) -> list[str]:
     """Verdict and tables of a trained claim, for each of its settings."""
-    one, lines, verdicts = TRAINED[claim], [], []
+    one, lines, tables = TRAINED[claim], [], []
     level = SCALES[SCALE].levels.get(claim, (None, 0))[0]
     for setting in one.settings:
         if not any(trained(claim, setting, folder).values()):
@@ -572,10 +572,10 @@ def trained_lines(claim: str, folder: Path) -> list[str]:
             lines += ["", f"**{about}{f', {when}' if when else ''}**", ""]
             lines += _table(claim, setting, folder, early)
             said = ", ".join(part for part in (about if len(one.settings) > 1 else "", when) if part)
-            verdicts += [
-                _verdict(part, one, said) for part in compared(claim, setting, folder, early) if part.by
-            ]
-    return [" ".join(verdicts), *lines] if verdicts else lines[1:] or ["Not run yet."]
+            tables.append((said, compared(claim, setting, folder, early)))
+    verdicts = [_verdict([(said, pair[side]) for said, pair in tables]) for side in (0, 1)]
+    verdict = " ".join(part for part in verdicts if part)
+    return [verdict, *lines] if verdict else lines[1:] or ["Not run yet."]
 
 
 def _table(claim: str, setting: int, folder: Path, early: bool) -> list[str]:
@@ -604,14 +604,20 @@ def _twin(kind: str) -> str:
     return "its even twin" if kind == "even" else "`avg`"
 
 
-def _verdict(found: Compared, one: Trained, when: str) -> str:
-    """How many heads differ from their twins, and by how much."""
-    which = ", ".join(f"{head} {found.by[head][0]:+.2f} ± {found.by[head][1]:.2f}" for head in found.by if
-                      head in found.differ)  # fmt: skip
-    many, verb = _of(len(found.differ), len(found.by)), "differ" if len(found.differ) > 1 else "differs"
-    said = f"the {one.name} of {many} heads {verb} from that of {_twin(found.twin)}"
-    said = f"{when}, {said}" if when else said
-    return f"{said[0].upper()}{said[1:]}{f' ({which} points)' if which else ''}."
+def _verdict(tables: list[tuple[str, Compared]]) -> str:
+    """How many differences to one kind of twin hold, and which; a pair is a setting and its comparison."""
+    count = sum(len(part.by) for _, part in tables)
+    if not count:
+        return ""
+    which = [
+        f"{head}{f', {said[0].lower()}{said[1:]}' if said else ''}: {part.by[head][0]:+.2f} ± {part.by[head][1]:.2f}"
+        for said, part in tables
+        for head in part.by
+        if head in part.differ
+    ]
+    verb = "holds" if len(which) < 2 else "hold"
+    listed = f" ({'; '.join(which)} points)" if which else ""
+    return f"Of {count} differences to {_twin(tables[0][1].twin)}, {len(which) or 'none'} {verb}{listed}."
 
 
 def _difference(found: Compared, head: str) -> str:
@@ -818,9 +824,9 @@ def page(folder: Path = KEPT) -> str:
         f"the last weights, {scale.test:,} test images. Even is the same head with "
         "`even_couplings`: the same parameters, no routing. `routing_pool` without routing is `avg`. `self_routing` "
         "has no such twin, since its couplings are its scores. A difference is that of the means of three seeds in "
-        "points, with half its 95% interval (Welch), and bold where it is significant at 5% with Holm's correction "
-        "over the heads of a column. Not trained: no rate trained one of the two. Not reached: not every seed of both "
-        "reached that validation accuracy.",
+        "points, with half its 95% interval (Welch). It holds, and is bold, where it is significant at 5% with Holm's "
+        "correction over the heads of a column. Not trained: no rate trained one of the two. Not reached: not every "
+        "seed of both reached that validation accuracy.",
     ]
     for claim, text in CLAIMS.items():
         lines += ["", f"## {text}", "", *LINES[claim](folder)]

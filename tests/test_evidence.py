@@ -275,7 +275,8 @@ def test_the_paragraph_counts_every_comparison(script: Any, evidence: Any, tmp_p
     means = {"avg": 80.0, "em": 80.05}
     few(tmp_path, evidence, means, claim="affine", setting=0, figure="affnist", matched=50.0)
     lines = script.trained_lines("affine", tmp_path)
-    assert "At the first validation accuracy of" in lines[0]
+    assert lines[0] == "Of 2 differences to `avg`, none holds."
+    assert sum("at the first validation accuracy of" in line for line in lines) == 1
     assert "| em | 80.15 ± 0.10 | 80.0 | +0.05 ± 0.23 | – | – |" in lines
     assert "| em | 50.10 ± 0.10 | 80.0 | +0.00 ± 0.23 | – | – |" in lines
     few(tmp_path, evidence, {"em": 80.05}, claim="affine", setting=0, figure="affnist", matched=None)
