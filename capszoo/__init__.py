@@ -55,7 +55,7 @@ _MODULES = frozenset(
     + ("preprocess", "recipes", "scores", "summary")
 )
 
-__all__ = ["__version__", *_DEFINED_IN]  # noqa: PLE0604
+__all__ = ["__version__", *_DEFINED_IN]
 
 __getattr__ = _resolver(__name__, _DEFINED_IN, _MODULES)
 

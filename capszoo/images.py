@@ -56,8 +56,6 @@ __all__ = [
     "value_extremes",
 ]
 
-pass
-
 
 #: Suffixes of image files in a folder; a file given by name may have any suffix.
 IMAGE_SUFFIXES = frozenset(

@@ -117,7 +117,7 @@ def test_progress_appears_after_two_seconds(monkeypatch: pytest.MonkeyPatch) -> 
 # -- explain ----------------------------------------------------------------------------------------------------------
 
 
-def test_perturb_takes_dimensions_and_a_range(trained: Path, pictures: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_perturb_takes_dimensions_and_a_range(trained: Path, pictures: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     out, common = tmp_path / "p.png", (trained, pictures / "a.png", "--out", tmp_path / "p.png")
     text = succeeds("explain", "perturb", *common, "--dims", "0,3", "--range", 0.5, "--dpi", 60)
@@ -133,8 +133,8 @@ def test_perturb_takes_dimensions_and_a_range(trained: Path, pictures: Path, tmp
 
 
 def test_explain_takes_a_class_and_how_to_read_an_image(
-    trained: Path,  # noqa: F811
-    pictures: Path,  # noqa: F811
+    trained: Path,
+    pictures: Path,
     tmp_path: Path,
 ) -> None:
     pytest.importorskip("matplotlib")
@@ -152,7 +152,7 @@ def test_explain_takes_a_class_and_how_to_read_an_image(
         assert f"capsule of {label}, " in text
 
 
-def test_explain_the_images_of_a_data_set(tiny_mnist: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_explain_the_images_of_a_data_set(tiny_mnist: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     options = ("--data", tiny_mnist, "--device", "cpu")
     name = "resnet20_routingcaps.multimnist"
@@ -169,7 +169,7 @@ def test_explain_the_images_of_a_data_set(tiny_mnist: Path, tmp_path: Path) -> N
 
 
 def test_format_and_axes_of_pictures(
-    tiny_mnist: Path,  # noqa: F811
+    tiny_mnist: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -212,7 +212,7 @@ def test_every_option_of_an_export_arrives(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.fixture(scope="module")
-def bundle(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:  # noqa: F811
+def bundle(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("onnxruntime")
     folder = tmp_path_factory.mktemp("bundle") / "b"
     succeeds("export", trained, "--out", folder, "--quick", "--batch-profile", "1,2,4")
@@ -226,14 +226,14 @@ def test_check(bundle: Path, tmp_path: Path) -> None:
     fails(1, "check", tmp_path, names=["bundle"])
 
 
-def test_a_bundle_s_runtimes(bundle: Path, trained: Path, pictures: Path) -> None:  # noqa: F811
+def test_a_bundle_s_runtimes(bundle: Path, trained: Path, pictures: Path) -> None:
     line = ("--batch-size", "1", "--repeats", 1, "--model", trained, "--json")
     found = json.loads(succeeds("benchmark", bundle, pictures, *line))
     assert found["images"] == 2 and found["differences"][0]["top1_agreement"] == 1.0
     assert "speed-up" in succeeds("benchmark", bundle, *line[:-1])
 
 
-def test_benchmark_a_model(trained: Path, pictures: Path) -> None:  # noqa: F811
+def test_benchmark_a_model(trained: Path, pictures: Path) -> None:
     options = ("--runtimes", "eager", "--batch-size", "1,3", "--repeats", 2, "--device", "cpu")
     found = json.loads(succeeds("benchmark", trained, *options, "--json"))
     assert [row["batch"] for row in found["timings"]] == [1, 3] and found["device"] == "cpu"
@@ -246,7 +246,7 @@ def test_benchmark_a_model(trained: Path, pictures: Path) -> None:  # noqa: F811
 
 
 def test_a_runtime_that_does_not_work_here_is_said(
-    trained: Path,  # noqa: F811
+    trained: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     import torch
@@ -373,7 +373,7 @@ def test_a_recipe_that_cannot_be_written_leaves_nothing(
 
 
 @needs_training
-def test_options_that_contradict_each_other_are_refused(tmp_path: Path, pictures: Path) -> None:  # noqa: F811
+def test_options_that_contradict_each_other_are_refused(tmp_path: Path, pictures: Path) -> None:
     for option, line in (
         ("--epochs", "epochs=9"),
         ("--img-size", "data.size=9"),
@@ -397,7 +397,7 @@ def test_options_that_contradict_each_other_are_refused(tmp_path: Path, pictures
     fails(2, "list", "-vv", names=["-vv", "-v"])
 
 
-def test_a_cluster_is_not_started_for_a_wrong_option(tmp_path: Path, pictures: Path) -> None:  # noqa: F811
+def test_a_cluster_is_not_started_for_a_wrong_option(tmp_path: Path, pictures: Path) -> None:
     job = ("predict", MODEL, pictures, "--ray", "local", "--out", tmp_path / "found.parquet")
     fails(2, *job, "--runtime", "onx", names=["onx", "onnx"])
     fails(2, *job, "--background", "red", names=["red"])
@@ -422,7 +422,7 @@ def test_a_space_can_be_published_again_after_a_failure(
 
 
 @pytest.mark.parametrize("closed", ["<&- >&-", "2>&-"])
-def test_a_closed_stream_is_no_failure(pictures: Path, tmp_path: Path, closed: str) -> None:  # noqa: F811
+def test_a_closed_stream_is_no_failure(pictures: Path, tmp_path: Path, closed: str) -> None:
     command = f"exec {shlex.quote(sys.executable)} -m capszoo list --pretrained {closed}"
     assert subprocess.run(command, shell=True, timeout=120).returncode == 0
 
@@ -512,7 +512,7 @@ HOSTILE = "[/]\x1b]0;T\x1b\\\x9bred"
 def test_metadata_cannot_steer_the_terminal(
     command: tuple[str, ...],
     tmp_path: Path,
-    pictures: Path,  # noqa: F811
+    pictures: Path,
 ) -> None:
     """Neither by control characters nor by markup."""
     stated = {"license": HOSTILE, "dataset": {"name": HOSTILE}, "label_names": [HOSTILE] * 3}

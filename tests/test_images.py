@@ -32,7 +32,7 @@ from tests.support.errors import refuses
 
 
 @pytest.fixture(scope="module")
-def infer(root: Path):  # noqa: ANN201
+def infer(root: Path):
     return load_script(root / "export" / "bundle" / "infer.py")
 
 
@@ -107,7 +107,7 @@ def test_a_bundle_opens_images_as_the_package_does(
     assert infer.MAX_PIXELS == images.MAX_PIXELS
 
 
-def test_floats_of_either_range_are_the_same_picture(infer, tmp_path: Path) -> None:  # noqa: ANN001
+def test_floats_of_either_range_are_the_same_picture(infer, tmp_path: Path) -> None:
     grey = np.random.default_rng(0).integers(0, 256, (20, 20), dtype=np.uint8)
     grey[0, 0] = 0
     expected = np.asarray(Image.fromarray(grey))
@@ -432,7 +432,7 @@ def _grey(values: np.ndarray) -> Image.Image:
 
 
 @pytest.mark.parametrize("kind", [np.uint16, np.int32, np.float32])
-def test_one_range_holds_for_dark_and_bright_images(infer, kind: type) -> None:  # noqa: ANN001
+def test_one_range_holds_for_dark_and_bright_images(infer, kind: type) -> None:
     """Which values are black and white never depends on the image alone."""
     seen = {}
     for value in (255, 256, 4095):
@@ -458,7 +458,7 @@ def test_without_a_known_range_integers_have_all_16_bits() -> None:
 
 
 @pytest.mark.parametrize("extremes", [(0, 300.0), (0, 65535.0), (-0.01, 1.0), (-1.0, 1.0), (0, 1.01)])
-def test_floats_of_an_unknown_range_are_refused(infer, tmp_path: Path, extremes: tuple) -> None:  # noqa: ANN001
+def test_floats_of_an_unknown_range_are_refused(infer, tmp_path: Path, extremes: tuple) -> None:
     path = tmp_path / "float.tif"
     _grey(np.linspace(*extremes, 64, dtype=np.float32).reshape(8, 8)).save(path)
     with refuses(CapszooError, names=["float.tif"]):
@@ -486,7 +486,7 @@ def _colours_of_16_bits(path: Path, value: int) -> Path:
     return path
 
 
-def test_what_of_a_file_is_not_read_is_said(infer, tmp_path: Path) -> None:  # noqa: ANN001
+def test_what_of_a_file_is_not_read_is_said(infer, tmp_path: Path) -> None:
     """Pages after the first, and the lower half of colours of 16 bits, which is all that 12 bits fill."""
     for kind, suffix in ((np.uint8, "tif"), (np.uint16, "tif"), (np.uint8, "gif"), (np.uint8, "webp")):
         pages = [_grey(np.full((8, 8), 9000 * k % 256**2, np.uint16).astype(kind)) for k in (1, 2, 3)]
@@ -517,7 +517,7 @@ def test_a_tiff_states_its_range(tmp_path: Path) -> None:
 @pytest.mark.parametrize("crop_pct", [1.0, 0.75])
 @pytest.mark.parametrize("crop_mode", ["center", "squash", "border"])
 @pytest.mark.parametrize("size", [(300, 90), (90, 300), (64, 48)])
-def test_crop_modes_are_timms(infer, tmp_path: Path, size: tuple, crop_mode: str, crop_pct: float) -> None:  # noqa: ANN001
+def test_crop_modes_are_timms(infer, tmp_path: Path, size: tuple, crop_mode: str, crop_pct: float) -> None:
     waves = np.sin(
         np.arange(size[1])[:, None, None] / 30 + np.arange(size[0])[None, :, None] / 40 + np.arange(3)
     )
@@ -551,7 +551,7 @@ def test_the_share_that_is_cropped_away() -> None:
 
 
 @pytest.mark.parametrize("mode", ["La", "RGBa"])
-def test_premultiplied_pictures_are_read(infer, mode: str) -> None:  # noqa: ANN001
+def test_premultiplied_pictures_are_read(infer, mode: str) -> None:
     picture = Image.new(mode.upper(), (8, 8), (200, 255) if mode == "La" else (200, 200, 200, 255)).convert(
         mode
     )

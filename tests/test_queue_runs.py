@@ -36,7 +36,7 @@ def test_the_queue_names_recipes_targets_and_twins(
 
 
 def test_a_run_goes_on_elsewhere_from_small_files(
-    tiny_mnist: Path,  # noqa: F811
+    tiny_mnist: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

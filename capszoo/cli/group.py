@@ -72,7 +72,7 @@ class OneLineErrors(TyperGroup):
             os.environ.setdefault("HF_HUB_VERBOSITY", "error")
         for name in ("stdout", "stderr"):
             if getattr(sys, name) is None:  # closed by the caller (`2>&-`)
-                setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+                setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))
         if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
             # a name that the terminal's encoding lacks must not lose the results
             sys.stdout.reconfigure(errors="backslashreplace")

@@ -124,9 +124,6 @@ def read_environment() -> None:
     STATE.names = names
 
 
-pass
-
-
 def engine_report(
     model: nn.Module,
     batch: int = 32,

@@ -164,7 +164,7 @@ def model_card(
     metadata = info.metadata
     # without ./ a folder that has the name of a model would stand for the zoo's weights
     known_as = f"./{repo_id}" if local else f"hf-hub:{repo_id}"
-    name, title, source = _dataset(info)
+    _, title, source = _dataset(info)
     labels = info.label_names or ()
     papers = [paper_link(paper_id) for paper_id in paper_ids(info)]
     size = "×".join(map(str, info.input_size))
@@ -215,8 +215,7 @@ def model_card(
         "## Files",
         _files(info, local),
     ]
-    card = ModelCard(f"---\n{card_data(info).to_yaml()}\n---\n\n" + "\n\n".join(p for p in parts if p) + "\n")
-    return card
+    return ModelCard(f"---\n{card_data(info).to_yaml()}\n---\n\n" + "\n\n".join(p for p in parts if p) + "\n")
 
 
 def _transformers(info: WeightsInfo, repo_id: str) -> str:

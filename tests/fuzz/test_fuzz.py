@@ -202,7 +202,7 @@ class Inputs:
             "precision": {"model": "fp32"},
             "labels": ["a", "b"],
             "engines": {},
-            "files": {name: "0" * 64 for name in needed},
+            "files": dict.fromkeys(needed, "0" * 64),
             "tolerance": 1e-4,
             "batch": {"min": 1, "usual": 8, "max": 32},
         }

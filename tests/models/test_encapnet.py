@@ -10,7 +10,7 @@ import torch
 from timm.models import save_for_hf
 from torch import nn
 
-import capszoo  # noqa: F401  (registers the models)
+import capszoo
 from tests.reference import capconv as reference
 from tests.support.errors import refuses
 

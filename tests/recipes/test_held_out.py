@@ -45,7 +45,7 @@ def _same_images(run_folder: Path, held_out: Any) -> None:
         assert torch.equal(mine, theirs)
 
 
-def test_a_stratified_part(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_a_stratified_part(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = _spy(monkeypatch)
     out = tmp_path / "run"
     result = finetune(MODEL, photos, out, epochs=1, cpu=True, tag="mine")
@@ -91,7 +91,7 @@ def test_an_own_validation_split(root: Path, tmp_path: Path, monkeypatch: pytest
 
 
 def test_unreadable_images_are_left_out_again(
-    photos: Path,  # noqa: F811
+    photos: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -107,7 +107,7 @@ def test_weights_of_the_zoo(root: Path) -> None:
         prepare(MODEL, split="val", data=root / "docs", device="cpu")
 
 
-def test_val_is_not_the_test_set_of_a_run_that_validates_on_it(digits: ImageSet, tmp_path: Path) -> None:  # noqa: F811
+def test_val_is_not_the_test_set_of_a_run_that_validates_on_it(digits: ImageSet, tmp_path: Path) -> None:
     folder = tmp_path / "own"
     for number, split in enumerate(("train", "val")):
         write_photos(digits, folder / split, {"one": 4, "three": 4}, 4 * number)

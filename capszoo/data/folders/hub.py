@@ -111,7 +111,7 @@ def open_hub(
     if part is None:
         raise DataError(f"{name} has the splits {', '.join(splits)}, none of {', '.join(names)}")
     rows = splits[part]
-    training = splits["train"] if "train" in splits else rows
+    training = splits.get("train", rows)
     image = next((key for key, kind in rows.features.items() if isinstance(kind, datasets.Image)), None)
     label = _label_column(rows)
     if image is None or label is None:

@@ -134,7 +134,7 @@ def _normal(name: str) -> str:
 def _splits(rows: Sequence[_Row]) -> dict[str, list[_Row]]:
     """Rows by split."""
     rows_of: dict[str, list[_Row]] = {}
-    spelled = {"training": "train", "testing": "test"} | {name: "val" for name in SPLITS["val"]}
+    spelled = {"training": "train", "testing": "test"} | dict.fromkeys(SPLITS["val"], "val")
     for row in rows:
         rows_of.setdefault(spelled.get(row.split, row.split), []).append(row)
     return rows_of
