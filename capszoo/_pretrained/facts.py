@@ -1,7 +1,7 @@
 """What weights state of themselves and what follows from it: kind of scores, input size, labels, background.
 
 A model's ``pretrained_cfg`` has them as one of its ``notes``, a text that timm keeps and saves. timm's own scripts
-refuse a configuration with a key that ``PretrainedCfg`` lacks. Older configurations have the key ``capszoo``.
+refuse a configuration with a key that ``PretrainedCfg`` lacks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ __all__ = [
 ]
 
 _BEFORE = "capszoo: "
-_OLD_KEY = "capszoo"
 
 
 def own_facts(cfg: Mapping[str, Any]) -> dict[str, Any]:
@@ -39,7 +38,7 @@ def own_facts(cfg: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         WeightsError: the note is no JSON object.
     """
-    facts = cfg.get(_OLD_KEY)
+    facts = None
     for note in _notes(cfg):
         if _is_ours(note):
             try:
@@ -53,7 +52,6 @@ def own_facts(cfg: Mapping[str, Any]) -> dict[str, Any]:
 
 def set_own_facts(cfg: dict[str, Any], facts: Mapping[str, Any]) -> None:
     """Replace the facts in a configuration; empty ones are removed. Other notes stay."""
-    cfg.pop(_OLD_KEY, None)
     notes = [note for note in _notes(cfg) if not _is_ours(note)]
     if facts:
         notes.append(f"{_BEFORE}{json.dumps(facts, sort_keys=True)}")

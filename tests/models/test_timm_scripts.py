@@ -81,11 +81,13 @@ def test_a_saved_model_is_read(architecture: str, tmp_path: Path) -> None:
 
 
 def test_facts_are_one_note_among_others() -> None:
-    cfg: dict[str, Any] = {"notes": ("of a user",), "capszoo": {"background": "white"}}
-    assert own_facts(cfg) == {"background": "white"}  # as saved before
+    cfg: dict[str, Any] = {"notes": ("of a user",)}
+    set_own_facts(cfg, {"background": "white"})
     set_own_facts(cfg, {"background": "black"})
     assert (
-        own_facts(cfg) == {"background": "black"} and cfg["notes"][0] == "of a user" and "capszoo" not in cfg
+        own_facts(cfg) == {"background": "black"}
+        and cfg["notes"][0] == "of a user"
+        and len(cfg["notes"]) == 2
     )
     set_own_facts(cfg, {})
     assert cfg == {"notes": ("of a user",)} and own_facts({}) == {}
