@@ -137,20 +137,31 @@ class BackboneLevels(BackboneFeatures):
         model: a model with ``forward_features`` and timm's ``forward_intermediates``.
         in_chans, img_size: of the images.
         levels: number of maps.
+        last: levels that :func:`prune_stages` left, because timm counts dropped ones too; None: all.
 
     Raises:
         ValueError: as :class:`BackboneFeatures`; or the model has no intermediate features, or fewer levels; one line.
     """
 
-    def __init__(self, model: nn.Module, in_chans: int, img_size: Tuple[int, int], levels: int) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        in_chans: int,
+        img_size: Tuple[int, int],
+        levels: int,
+        last: Optional[int] = None,
+    ) -> None:
         name = type(model).__name__
         if not hasattr(model, "forward_intermediates"):
             raise ValueError(
                 f"{name} has no forward_intermediates, so its last map is the only one: leave levels={levels} out, "
                 "or choose another backbone"
             )
+        if last is not None and levels > last:
+            raise ValueError(f"{name} has {last} levels up to out_index={last - 1}, not levels={levels}")
         super().__init__(model, in_chans, img_size)
         self.levels = levels
+        self.indices = levels if last is None else list(range(last - levels, last))
         try:
             with evaluating(model), torch.no_grad():
                 maps = self._maps(_blank_image(model, in_chans, img_size))
@@ -164,7 +175,7 @@ class BackboneLevels(BackboneFeatures):
         self.chans = sum(int(part.shape[1]) for part in maps)
 
     def _maps(self, x: Tensor) -> List[Tensor]:
-        final, maps = self.model.forward_intermediates(x, indices=self.levels)
+        final, maps = self.model.forward_intermediates(x, indices=self.indices)
         return [*maps[:-1], self.to_map(final)]
 
     def forward(self, x: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ import torch
 import torch.nn as nn
 from timm.layers import resample_abs_pos_embed
 from timm.models import register_model
+from timm.models._features import feature_take_indices
 from timm.models._manipulate import group_parameters
 from torch import Tensor
 
@@ -353,9 +354,10 @@ class BackboneNet(HeadNet):
                 backbone, backbone_pretrained, in_chans, self.img_size, cache_dir, backbone_args
             )
         last = None if out_index is None else prune_stages(backbone, out_index)
+        self.is_cut = last is not None
         levels = int(options.get("levels", 1))
         if levels > 1:
-            features: BackboneFeatures = BackboneLevels(backbone, in_chans, self.img_size, levels)
+            features: BackboneFeatures = BackboneLevels(backbone, in_chans, self.img_size, levels, last)
             options["lower_chans"] = features.lower_chans
         else:
             features = BackboneFeatures(backbone, in_chans, self.img_size)
@@ -421,16 +423,20 @@ class BackboneNet(HeadNet):
 
         return depth_of
 
+    def _level_indices(self, indices: Any) -> Any:
+        """timm's indices of feature levels, as the backbone counts them: a cut one counts its dropped levels too."""
+        return feature_take_indices(len(self.feature_info), indices)[0] if self.is_cut else indices
+
     @torch.jit.ignore
-    def forward_intermediates(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def forward_intermediates(self, x: Tensor, indices: Any = None, *args: Any, **kwargs: Any) -> Any:
         """As in the backbone (timm's signature); the final features as a map ``[b, c, h, w]``.
 
         A backbone without this method has one level, the final features.
         """
         features: Any = self.stages.backbone
         if not hasattr(features.model, "forward_intermediates"):
-            return super().forward_intermediates(x, *args, **kwargs)
-        features_out = features.model.forward_intermediates(x, *args, **kwargs)
+            return super().forward_intermediates(x, indices, *args, **kwargs)
+        features_out = features.model.forward_intermediates(x, self._level_indices(indices), *args, **kwargs)
         if isinstance(features_out, tuple):
             if isinstance(features, BackboneLevels):  # the final features are joined maps
                 return self.forward_features(x), features_out[1]
@@ -450,7 +456,7 @@ class BackboneNet(HeadNet):
             if isinstance(features, BackboneLevels):  # the last map is what remains
                 features.levels = 1
         # without its head, which most of timm's networks would reset, and which is gone already
-        return features.model.prune_intermediate_layers(indices, prune_norm, False)
+        return features.model.prune_intermediate_layers(self._level_indices(indices), prune_norm, False)
 
     def describe(self, cfg: Dict[str, Any], overridden: Collection[str] = ()) -> None:
         """Complete the network's configuration by the backbone's image settings, except for those that are stated."""

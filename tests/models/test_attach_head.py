@@ -913,6 +913,12 @@ def test_a_head_takes_an_earlier_map(backbone: str, tmp_path: Path) -> None:
         (expected,) = whole.forward_intermediates(x, indices=[-2], norm=True, intermediates_only=True)
         torch.testing.assert_close(net.stages(x), expected)
         assert torch.equal(again(x), net(x))
+        levels = whole.forward_intermediates(x, intermediates_only=True)[:-1]
+        torch.testing.assert_close(net.forward_intermediates(x, intermediates_only=True), levels)
+        joint = attached(backbone, "heinsen", out_index=-2, levels=2)
+        joint.stages.backbone.model.load_state_dict(inner.state_dict())
+        lower, _ = torch.split(joint.stages(x), joint.head.level_chans, dim=1)
+        torch.testing.assert_close(lower, nn.functional.adaptive_avg_pool2d(levels[-2], lower.shape[2:]))
     net.train()(images(net, 3)).square().mean().backward()
     assert not [key for key, p in net.named_parameters() if p.grad is None]
 
@@ -948,6 +954,7 @@ def test_a_head_of_several_levels_is_exported(tmp_path: Path) -> None:
         ("test_resnet", "routing_pool", {"caps_dim": 0}, ["caps_dim=0", "64", "1", "2", "4"]),
         (NoLevels(), "heinsen", {"levels": 2}, ["NoLevels", "forward_intermediates", "levels=2"]),
         ("test_resnet", "heinsen", {"levels": 9}, ["ResNet", "levels=9", "5"]),
+        ("test_resnet", "heinsen", {"levels": 3, "out_index": 1}, ["ResNet", "out_index=1", "levels=3"]),
         ("test_resnet", "heinsen", {"levels": 0}, ["levels"]),
         ("test_resnet", "heinsen", {"levels": 2, "proj_chans": 0}, ["channels", "proj_chans"]),
         ("test_resnet", "heinsen", {"lower_chans": (8,)}, ["lower_chans"]),
