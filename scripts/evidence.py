@@ -570,18 +570,18 @@ def trained_lines(claim: str, folder: Path) -> list[str]:
         for early in (False, True)[: 1 + bool(level)]:
             when = f"at the first validation accuracy of {level:g}%" if early else ""
             lines += ["", f"**{about}{f', {when}' if when else ''}**", ""]
-            lines += _table(claim, setting, folder, early)
+            pair = compared(claim, setting, folder, early)
+            lines += _table(claim, setting, folder, early, pair)
             said = ", ".join(part for part in (about if len(one.settings) > 1 else "", when) if part)
-            tables.append((said, compared(claim, setting, folder, early)))
+            tables.append((said, pair))
     verdicts = [_verdict([(said, pair[side]) for said, pair in tables]) for side in (0, 1)]
     verdict = " ".join(part for part in verdicts if part)
     return [verdict, *lines] if verdict else lines[1:] or ["Not run yet."]
 
 
-def _table(claim: str, setting: int, folder: Path, early: bool) -> list[str]:
-    """A row for each head, beside its twin with even couplings."""
-    one = TRAINED[claim]
-    even, avg = compared(claim, setting, folder, early)
+def _table(claim: str, setting: int, folder: Path, early: bool, pair: list[Compared]) -> list[str]:
+    """A row for each head, beside its twin with even couplings; ``pair`` has the differences."""
+    one, (even, avg) = TRAINED[claim], pair
     rows = {
         name: [state for run in runs if (state := run["matched"] if early else run)]
         for name, runs in trained(claim, setting, folder).items()
