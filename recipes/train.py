@@ -228,13 +228,18 @@ def _locate_nonfinite(run: Run, state: TrainState, log: RunLog, bad: int) -> Non
         state.step_module.net = state.net  # hooks do not run inside a compiled net
         origin = _replay(run, state, bad)
     origin = next((text for text in gather_object([origin]) if text), "")
-    origin = f", {origin}" if origin else "; repeating those updates did not reproduce it"
+    remedy = "a lower optimizer.lr or with clip_grad"
+    if origin:
+        origin = f", {origin}"
+    elif run.recipe.compile:
+        origin, remedy = "; the same updates are finite without compilation", "--set compile=false"
+    else:
+        origin = "; repeating those updates did not reproduce it"
     sync_error(
         run.accelerator,
         TrainingError(
             f"the loss is not finite at update {bad} (epoch {(bad - 1) // run.steps + 1}){origin}; "
-            f"the state of update {state.saved_step} is kept: start again in another --out with a lower "
-            "optimizer.lr or with clip_grad"
+            f"the state of update {state.saved_step} is kept: start again in another --out with {remedy}"
         ),
     )
 

@@ -451,7 +451,7 @@ def page(kept: Path = KEPT) -> str:
         f"The recipe: {recipe.epochs} epochs, batch {recipe.batch_size}, SGD with Nesterov momentum, rate "
         f"{recipe.optimizer.lr:g} with {recipe.schedule.warmup_epochs:g} epochs of warm-up and cosine, weight decay "
         f"{recipe.optimizer.weight_decay:g}, label smoothing {recipe.loss.options['label_smoothing']:g}, gradients "
-        f"clipped to norm {recipe.clip_grad:g}, pad 4, crop, flip, compiled; "
+        f"clipped to norm {recipe.clip_grad:g}, pad 4, crop, flip; "
         f"{recipe.data.val_size:,} training images for validation. "
         + shared_rate({row.head: row for row in found})
     )

@@ -368,6 +368,14 @@ def test_a_loss_that_is_not_finite_once_is_told_from_one_that_is_again(
         train(tiny_recipe(), out=tmp_path / "run", data=tiny_mnist)
 
 
+def test_a_fault_of_the_compiled_net_is_told_from_a_diverging_run(
+    tiny_mnist: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "compile", lambda net, **_: lambda *inputs: net(*inputs) * float("nan"))
+    with refuses(TrainingError, names=["without compilation", "compile=false"]):
+        train(tiny_recipe(compile=True), out=tmp_path / "run", data=tiny_mnist)
+
+
 def test_a_run_without_images_to_measure_on_finishes(
     tiny_mnist: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
