@@ -289,6 +289,21 @@ def twins_table() -> str:
     return "\n".join([TWINS, *(line for group in groups for line in _twin_lines(group))])
 
 
+def aims_table() -> str:
+    """The recipes whose headers name an aim: what was reached, and of a missed one what was tried."""
+    lines = ["| recipe | aim, % | ours, % | if missed: what was tried |", "|---|---:|---:|---|"]
+    for name in list_recipes():
+        if not (aim := header_line(name, "Aim")):
+            continue
+        info = checkpoints(aliases=False).get(name)
+        reached = info.metadata.metrics["test"].top1 if info else None
+        missed = reached is None or reached < float(aim)
+        tried = header_line(name, "Missed")
+        assert bool(tried) == missed, f"{name}: {reached} of {aim}, but its header has Missed: {tried!r}"
+        lines.append(f"| `{name}` | {aim} | {'–' if reached is None else f'{reached:.2f}'} | {tried} |")
+    return "\n".join(lines)
+
+
 def recipe_table() -> str:
     """The recipes: data set, the paper's result, ours, and the profiles."""
     lines = ["| recipe | data set | paper | ours, top-1 % | profiles |", "|---|---|---|---:|---|"]
@@ -415,6 +430,7 @@ def outputs() -> dict[Path, str]:
             "models": model_table(),
             "defaults": defaults_table(),
             "results": results_table(),
+            "aims": aims_table(),
             "twins": twins_table(),
         },
         ROOT / "recipes" / "README.md": {"recipes": recipe_table()},
