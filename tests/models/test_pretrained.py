@@ -307,7 +307,7 @@ WITHOUT = {*capszoo.list_models()} - {name.partition(".")[0] for name in capszoo
 
 
 #: Of these, those whose names share no word with a network that has weights.
-ALONE = ("deepcaps", "hvc")
+ALONE = ("deepcaps",)
 
 
 @pytest.mark.parametrize("name", [*SEVEN, *sorted(WITHOUT - SEVEN.keys())])
