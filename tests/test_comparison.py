@@ -22,7 +22,7 @@ def test_all_heads_share_one_recipe(comparison: Any) -> None:
     recipes = [
         load_recipe(name, profile="comparison") for name in (comparison.HEADS | comparison.DEPTH2).values()
     ]
-    free = {"arch", "tag", "description", "model_args", "routing_images", "checkpoint_every"}
+    free = {"arch", "tag", "description", "model_args", "routing_images", "checkpoint_every", "compile"}
     settings = [{k: v for k, v in recipe.model_dump().items() if k not in free} for recipe in recipes]
     assert len(recipes) == 11 and all(tree == settings[0] for tree in settings)
     assert settings[0]["clip_grad"] == 1.0, "the conv head diverges without"
