@@ -306,10 +306,6 @@ SEVEN = {
 WITHOUT = {*capszoo.list_models()} - {name.partition(".")[0] for name in capszoo.list_pretrained()}
 
 
-#: Of these, those whose names share no word with a network that has weights.
-ALONE = ("deepcaps",)
-
-
 @pytest.mark.parametrize("name", [*SEVEN, *sorted(WITHOUT - SEVEN.keys())])
 def test_a_name_loads_its_weights_or_says_how_to_get_some(name: str) -> None:
     if SEVEN.get(name):
@@ -317,8 +313,7 @@ def test_a_name_loads_its_weights_or_says_how_to_get_some(name: str) -> None:
         return
     recipes = [recipe for recipe in _catalogue.recipes() if recipe.startswith(f"{name}.")]
     related = _catalogue.related_weights(name)
-    assert recipes and set(related) <= set(capszoo.list_pretrained())
-    assert bool(related) == (name not in ALONE)
+    assert recipes and related and set(related) <= set(capszoo.list_pretrained())
     for create in (capszoo.create_model, timm.create_model):
         with pytest.raises(WeightsError) as error:
             create(name, pretrained=True)
