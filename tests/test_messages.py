@@ -128,5 +128,5 @@ def test_an_empty_data_option_is_no_folder(data: str) -> None:
 
 
 def test_commands() -> None:
-    fails(1, "predict", "deepcaps", DIGIT, names=["deepcaps", "train", "deepcaps.cifar10"])
+    fails(1, "predict", "capsnet_em", DIGIT, names=["capsnet_em", "train", "capsnet_em.cifar10"])
     fails(1, "eval", "idpa_cnn.mnist", "--data", DIGIT, names=["--data"])
