@@ -225,7 +225,7 @@ def _locate_nonfinite(run: Run, state: TrainState, log: RunLog, bad: int) -> Non
     origin = ""
     if checkpoint:
         restore(run, state, checkpoint)
-        state.step_module.net = state.net  # hooks do not run inside a compiled net
+        state.step_module.use(state.net)  # hooks do not run inside a compiled net
         origin = _replay(run, state, bad)
     origin = next((text for text in gather_object([origin]) if text), "")
     remedy = "a lower optimizer.lr or with clip_grad"

@@ -32,9 +32,7 @@ __all__ = ["MEANINGS", "METHODS", "Explanation", "class_index", "explain", "save
 
 #: Kind of heat map → the sentence below it: what it shows, and what it does not.
 MEANINGS = {
-    "couplings": (
-        "Shows from which positions the class capsule was routed, not on which pixels its score depends."
-    ),
+    "couplings": "Shows the share of each position in the class capsule, not on which pixels its score depends.",
     "gradient": (
         "Shows where a small change of the pixels would change the class score, not what happens without them."
     ),

@@ -62,18 +62,28 @@ def one_value_error(error: ValueError) -> ValueError:
 class TrainStep(nn.Module):
     """The net and its loss as one module, so that Accelerate's precision and processes wrap the whole step."""
 
+    net: Any
+    reconstruct: Any
+    forward_poses: Any
+
     def __init__(self, net: Any, recipe: Recipe, feedback: FeedbackAgreement | None = None) -> None:
         super().__init__()
-        how = _compile_options(recipe, net) if recipe.compile else {}
-        self.net: Any = torch.compile(net, **how) if recipe.compile else net
-        self.reconstruct: Any = getattr(net, "reconstruct", None)
-        self.forward_poses: Any = getattr(net, "forward_poses", None)
-        if recipe.compile and recipe.loss.reconstruction:
-            # a compiled net compiles only its `forward`
-            self.forward_poses = torch.compile(self.forward_poses, **how)
+        self.use(net)
+        if recipe.compile:
+            how = _compile_options(recipe, net)
+            self.net = torch.compile(net, **how)
+            if recipe.loss.reconstruction:
+                # a compiled net compiles only its `forward`
+                self.forward_poses = torch.compile(self.forward_poses, **how)
         self.feedback = feedback
         self.criterion: Any = create_loss(recipe.loss.name, **recipe.loss.options)
         self.reconstruction = recipe.loss.reconstruction
+
+    def use(self, net: Any) -> None:
+        """Run ``net`` as it is, without compilation."""
+        self.net = net
+        self.reconstruct = getattr(net, "reconstruct", None)
+        self.forward_poses = getattr(net, "forward_poses", None)
 
     def set_progress(self, progress: float) -> None:
         """Set the completed share of the training, for a loss that depends on it."""

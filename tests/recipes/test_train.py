@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.utils._pytree import tree_map
 
 import capszoo
 from capszoo._utils.files import NotWritable
@@ -368,12 +369,26 @@ def test_a_loss_that_is_not_finite_once_is_told_from_one_that_is_again(
         train(tiny_recipe(), out=tmp_path / "run", data=tiny_mnist)
 
 
+@pytest.mark.parametrize("decoder", [False, True])
 def test_a_fault_of_the_compiled_net_is_told_from_a_diverging_run(
-    tiny_mnist: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    decoder: bool, tiny_mnist: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch, "compile", lambda net, **_: lambda *inputs: net(*inputs) * float("nan"))
+    class Broken(torch.nn.Module):
+        def __init__(self, run: Any) -> None:
+            super().__init__()
+            self.run = run
+
+        def forward(self, *inputs: Any) -> Any:
+            return tree_map(lambda tensor: tensor * float("nan"), self.run(*inputs))
+
+    def compiled(run: Any, **_: Any) -> Any:
+        return Broken(run) if isinstance(run, torch.nn.Module) else Broken(run).forward
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    rebuilt = {"model_args": {"decoder": True}, "loss": {"name": "margin", "reconstruction": 0.0005}}
+    recipe = tiny_recipe(compile=True, **(rebuilt if decoder else {}))
     with refuses(TrainingError, names=["without compilation", "compile=false"]):
-        train(tiny_recipe(compile=True), out=tmp_path / "run", data=tiny_mnist)
+        train(recipe, out=tmp_path / "run", data=tiny_mnist)
 
 
 def test_a_run_without_images_to_measure_on_finishes(
