@@ -27,7 +27,7 @@ from ..scores import probabilities, score_kind
 from .attributions import grid_of, tile_index
 from .heat_map import Explanation, explain, model_input
 
-__all__ = ["Deletion", "deletion"]
+__all__ = ["Deletion", "deletion", "deletion_by_method"]
 
 #: Largest value of a tile that counts as black: half a step of 8 bits, as normalisation rounds.
 BLACK = 0.5 / 255
@@ -74,39 +74,50 @@ def deletion(
     Raises:
         CapszooError: the model has no such map, or fewer than two images have tiles to blacken.
     """
+    return deletion_by_method(model, images, [method], seed)[method]
+
+
+def deletion_by_method(
+    model: nn.Module, images: Iterable[ImageLike], methods: Sequence[str], seed: int = 0
+) -> dict[str, Deletion]:
+    """:func:`deletion` for several methods, which share the random orders and the falls of single tiles."""
     transform = model_transform(model)
     generator = torch.Generator().manual_seed(seed)
     index = tile_index(*transform.size)
-    rows: list[tuple[float, ...]] = []
+    rows: dict[str, list[tuple[float, ...]]] = {method: [] for method in methods}
     for image in images:
-        explanation = explain(model, model_input(transform, image), method=method)
+        pixels = model_input(transform, image)
+        maps = {method: explain(model, pixels, method=method) for method in methods}
+        explanation = maps[methods[0]]
         visible = (_largest(explanation.image.amax(0), index) > BLACK).nonzero()[:, 0]
         if len(visible) < 2:
             continue
-        heat = explanation.heat_at(*grid_of(index)).flatten()[visible]  # at the tiles' centres
-        random = torch.randperm(len(visible), generator=generator)
-        orders = [heat.argsort(descending=True), heat.argsort(), random]
-        rows.append(
-            _falls(model, transform, explanation, heat, [visible[order] for order in orders], visible, index)
+        # at the tiles' centres
+        heats = [found.heat_at(*grid_of(index)).flatten()[visible] for found in maps.values()]
+        orders = [torch.randperm(len(visible), generator=generator)]
+        for heat in heats:
+            orders += [heat.argsort(descending=True), heat.argsort()]
+        singles, (random, *falls) = _falls(
+            model, transform, explanation, [visible[order] for order in orders], visible, index
         )
-    if len(rows) < 2:
+        for method, heat, hottest, coldest in zip(methods, heats, falls[::2], falls[1::2], strict=True):
+            rows[method].append((_rank_correlation(heat, singles), hottest, coldest, random))
+    if any(len(entries) < 2 for entries in rows.values()):
         raise CapszooError("fewer than two images have anything to blacken", "give more images")
-    return _summary(torch.tensor(rows, dtype=torch.float64))
+    return {method: _summary(torch.tensor(entries, dtype=torch.float64)) for method, entries in rows.items()}
 
 
 def _falls(
     model: nn.Module,
     transform: ImageTransform,
     explanation: Explanation,
-    heat: Tensor,
     orders: Sequence[Tensor],
     visible: Tensor,
     index: Tensor,
-) -> tuple[float, ...]:
-    """The rank correlation of one image, and the fall of the probability in each order."""
+) -> tuple[Tensor, list[float]]:
+    """Fall of one image's score, up to a constant, by each tile alone ``[tiles]``; of its probability by each order."""
     steps = len(visible)
-    single = visible[:, None, None] == index  # [steps, h, w]
-    blackened = [single]
+    blackened = [visible[:, None, None] == index]  # [steps, h, w]
     for order in orders:
         rank = torch.full((int(index.max()) + 1,), steps).index_put((order,), torch.arange(steps))
         # all but the last step, after which the image is black in every order
@@ -117,10 +128,9 @@ def _falls(
     with evaluating(model), torch.inference_mode():
         scores = model(((pixels - mean) / std).to(like.device, like.dtype)).float().cpu()
     share = probabilities(scores[steps:], score_kind(model))[:, explanation.predicted]
-    fall = float(explanation.probabilities[explanation.predicted]) - share.view(len(orders), steps - 1).mean(
-        1
-    )
-    return _rank_correlation(heat, -scores[:steps, explanation.predicted]), *fall.tolist()
+    share = share.view(len(orders), steps - 1).mean(1)
+    falls = float(explanation.probabilities[explanation.predicted]) - share
+    return -scores[:steps, explanation.predicted], falls.tolist()
 
 
 def _summary(rows: Tensor) -> Deletion:

@@ -14,14 +14,14 @@ from torch import Tensor
 
 from capszoo.errors import CapszooError, UsageError
 from capszoo.explain.attributions import require_captum
-from capszoo.explain.deletion import deletion
-from capszoo.explain.heat_map import METHODS
+from capszoo.explain.deletion import deletion_by_method
+from capszoo.explain.heat_map import METHODS, explain
 
 from .target import EvalTarget
 
 __all__ = ["DELETION_IMAGES", "DeletionScore", "deletions"]
 
-#: Images of the test, the first ones: each takes some 200 forward passes for a map.
+#: Images of the test, the first ones: each takes some 400 forward passes.
 DELETION_IMAGES = 100
 
 
@@ -55,7 +55,7 @@ def deletions(
     progress: Callable[[int], None] | None = None,
     most: int | None = None,
 ) -> tuple[DeletionScore, ...]:
-    """Test the maps of couplings, gradient × pixel and occlusion; ``progress`` is called for each image of each map.
+    """Test the maps of couplings, gradient × pixel and occlusion; ``progress`` is called for each image.
 
     Args:
         target: the model and the images.
@@ -79,31 +79,30 @@ def deletions(
             break
     images = images[:wanted]
 
+    reasons = {}
+    try:
+        explain(target.net, images[0])
+    except CapszooError as error:
+        reasons["couplings"] = str(error)
+
     def counted() -> Iterator[Tensor]:
         for image in images:
             yield image
             if progress:
                 progress(1)
 
+    curves = deletion_by_method(
+        target.net, counted(), [method for method in METHODS if method not in reasons], seed
+    )
     results = []
     for method in METHODS:
-        try:
-            curve = deletion(target.net, counted(), method, seed)
-        except CapszooError as error:
-            if method != "couplings":
-                raise
-            results.append(DeletionScore(method, reason=str(error)))
+        if method in reasons:
+            results.append(DeletionScore(method, reason=reasons[method]))
             continue
+        curve = curves[method]
         gain, margin = curve.gain[0], curve.margin[0]
+        interval = (gain - margin, gain + margin)
         results.append(
-            DeletionScore(
-                method,
-                curve.n,
-                curve.hottest,
-                curve.random,
-                gain,
-                (gain - margin, gain + margin),
-                curve.correlation,
-            )
+            DeletionScore(method, curve.n, curve.hottest, curve.random, gain, interval, curve.correlation)
         )
     return tuple(results)
