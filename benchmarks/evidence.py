@@ -150,7 +150,7 @@ SCALES = {
         corrupted=500,
         few=(10, 100, 1),
         levels={"rotation": (85.0, 8), "affine": (80.0, 24)},
-        measured=dict(pose=600, ood=500, deletion=20, attack=30, masking=100),
+        measured=dict(pose=600, ood=500, deletion=200, attack=30, masking=100),
         steps=10,
     ),
     "full": Scale(
@@ -293,17 +293,18 @@ def best_rate(job: Job, folder: Path = KEPT) -> float | None:
 
 
 #: Seconds of a core for each image of a measurement, where none was kept yet: seen on an AMD EPYC.
-PER_IMAGE = {"pose": 0.02, "ood": 0.01, "deletion": 3.0, "attack": 3.0, "masking": 1.0}
+PER_IMAGE = {"pose": 0.02, "ood": 0.01, "deletion": 0.7, "attack": 3.0, "masking": 1.0}
 
 
 def missing_measurements(scale: str, folder: Path = KEPT) -> list[tuple[Measurement, float]]:
-    """Measurements that are not kept for the current file of the checkpoint, and about how long each takes."""
+    """Measurements not kept for the checkpoint's current file and this many images, and about how long each takes."""
     found = []
     known = checkpoints(aliases=False)
     for one in measurements(scale):
         rows = kept(one.claim, folder)
         paces = [row["seconds"] / row["images"] for key, row in rows.items() if key.startswith(f"{scale}/")]
-        if rows.get(one.key, {}).get("sha256") != known[one.model].sha256:
+        row = rows.get(one.key, {})
+        if (row.get("sha256"), row.get("images")) != (known[one.model].sha256, one.images):
             pace = statistics.median(paces) if paces else PER_IMAGE[one.claim]
             found.append((one, pace * one.images))
     return found

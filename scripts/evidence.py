@@ -837,8 +837,8 @@ def page(folder: Path = KEPT) -> str:
         "## What has not been run",
         "",
         *(left(folder) or ["Nothing of this size."]),
-        "- The same with more images and updates, on a GPU: `python benchmarks/evidence.py --scale full`. The deletion "
-        "test and the attacks have few images here.",
+        "- The same with more images and updates, on a GPU: `python benchmarks/evidence.py --scale full`. The attacks "
+        "have few images here.",
         "- The protocol's 99.2% of validation accuracy for affNIST, at which the paper compares its networks: the runs "
         "here are too short for it.",
     ]
