@@ -80,7 +80,11 @@ def deletion(
 def deletion_by_method(
     model: nn.Module, images: Iterable[ImageLike], methods: Sequence[str], seed: int = 0
 ) -> dict[str, Deletion]:
-    """:func:`deletion` for several methods, which share the random orders and the falls of single tiles."""
+    """:func:`deletion` for several methods, which share the random orders and the falls of single tiles.
+
+    Raises:
+        CapszooError: as :func:`deletion`, if one of the methods has no map.
+    """
     transform = model_transform(model)
     generator = torch.Generator().manual_seed(seed)
     index = tile_index(*transform.size)
