@@ -97,7 +97,7 @@ def deletion_by_method(
         if len(visible) < 2:
             continue
         # at the tiles' centres
-        heats = [found.heat_at(*grid_of(index)).flatten()[visible] for found in maps.values()]
+        heats = [heat_map.heat_at(*grid_of(index)).flatten()[visible] for heat_map in maps.values()]
         orders = [torch.randperm(len(visible), generator=generator)]
         for heat in heats:
             orders += [heat.argsort(descending=True), heat.argsort()]

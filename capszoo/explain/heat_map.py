@@ -180,8 +180,8 @@ def explain(
             ``[c, h, w]``.
         target: class (index or name) whose capsule is traced; None for the predicted one.
         name: of the model, for titles; None uses the architecture and tag.
-        method: ``couplings``: the positions that the class capsule was routed from. ``gradient`` and ``occlusion``
-            (by captum): the attribution of its score to the tiles of the image.
+        method: ``couplings``: the share of each position in the class capsule. ``gradient`` and ``occlusion`` (by
+            captum): the attribution of its score to the tiles of the image.
 
     Raises:
         CapszooError: the image cannot be read, the model has no couplings or takes no single image, its values are

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from capszoo.errors import CapszooError, UsageError
-from capszoo.explain.attributions import require_captum
+from capszoo.explain.attributions import ATTRIBUTIONS, require_captum
 from capszoo.explain.deletion import deletion_by_method
 from capszoo.explain.heat_map import METHODS, explain
 
@@ -79,11 +79,11 @@ def deletions(
             break
     images = images[:wanted]
 
-    reasons = {}
+    methods, reason = METHODS, ""
     try:
         explain(target.net, images[0])
     except CapszooError as error:
-        reasons["couplings"] = str(error)
+        methods, reason = tuple(ATTRIBUTIONS), str(error)
 
     def counted() -> Iterator[Tensor]:
         for image in images:
@@ -91,15 +91,8 @@ def deletions(
             if progress:
                 progress(1)
 
-    curves = deletion_by_method(
-        target.net, counted(), [method for method in METHODS if method not in reasons], seed
-    )
-    results = []
-    for method in METHODS:
-        if method in reasons:
-            results.append(DeletionScore(method, reason=reasons[method]))
-            continue
-        curve = curves[method]
+    results = [DeletionScore("couplings", reason=reason)] if reason else []
+    for method, curve in deletion_by_method(target.net, counted(), methods, seed).items():
         gain, margin = curve.gain[0], curve.margin[0]
         interval = (gain - margin, gain + margin)
         results.append(

@@ -264,7 +264,7 @@ def _probed(
         with bar("pose", 2) as advance:
             parts["pose"] = pose_probe(target, seed, size, advance)
     if probes.deletion:
-        with bar("deletion", 1, min(target.n, DELETION_IMAGES)) as advance:
+        with bar("deletion", images=min(target.n, DELETION_IMAGES)) as advance:
             parts["deletions"] = deletions(target, seed, advance)
     if apart is not None:
         with bar("outliers") as advance:
