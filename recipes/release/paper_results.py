@@ -166,9 +166,11 @@ def recipe_differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict
     """Settings that differ between two recipes, by dotted key.
 
     A key that only one of them has counts if it is an argument of the model, or an option of the optimiser or the loss.
-    Other such keys are later ones, which recipes of earlier versions lack.
+    Other such keys are later ones, which recipes of earlier versions lack. A feedback that only one has counts as one.
     """
-    first, second = dict(_flat(one)), dict(_flat(other))
+    first, second = (
+        dict(_flat(recipe)) | ({"feedback": "with"} if recipe.get("feedback") else {}) for recipe in (one, other)
+    )
     return {
         key: (first.get(key), second.get(key))
         for key in sorted(first.keys() | second.keys())
