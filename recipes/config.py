@@ -282,9 +282,11 @@ class ScheduleConfig(_Section):
         return milestones
 
     @model_validator(mode="after")
-    def _has_milestones(self) -> ScheduleConfig:
+    def _has_drops(self) -> ScheduleConfig:
         if self.name == "multistep" and not self.milestones:
             raise ValueError("multistep needs milestones, the epochs of its drops: set schedule.milestones")
+        if self.name == "step" and self.decay_epochs is None:
+            raise ValueError("step needs the epochs between its drops: set schedule.decay_epochs")
         return self
 
 
@@ -440,6 +442,14 @@ class Recipe(_Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _rate_falls(self) -> Recipe:
+        if self.schedule.min_lr > self.optimizer.lr:
+            raise ValueError(
+                f"schedule.min_lr {self.schedule.min_lr:g} is above optimizer.lr {self.optimizer.lr:g}: lower it"
+            )
+        return self
+
     @property
     def name(self) -> str:
         return f"{self.arch}.{self.tag}"
@@ -457,6 +467,11 @@ def _section_at(location: tuple[Any, ...]) -> type[BaseModel]:
     return section
 
 
+def _is_kind(location: tuple[Any, ...]) -> bool:
+    """True if a place ends with a kind of value, which pydantic adds where a key takes several."""
+    return isinstance(location[-1], str) and location[-1] not in _section_at(location[:-1]).model_fields
+
+
 def _one_line(error: ValidationError, where: str) -> str:
     first = error.errors(include_url=False)[0]
     location = first["loc"]
@@ -468,6 +483,10 @@ def _one_line(error: ValidationError, where: str) -> str:
     if first["type"] == "missing":
         return f"{where}: the key '{key}' is missing"
     message = first["msg"].removeprefix("Value error, ")
+    if location and _is_kind(location):
+        key = ".".join(map(str, location[:-1]))
+        kinds = [other["msg"] for other in error.errors() if other["loc"][:-1] == location[:-1]]
+        message = " or ".join(dict.fromkeys(kinds))
     if not key:  # a combination of keys is invalid; the message names them
         return f"{where}: {message}"
     if isinstance(first["input"], str | int | float | bool | None):
@@ -483,7 +502,7 @@ def list_recipes() -> list[str]:
 def find_recipe(name: str | Path) -> Path:
     """File of a recipe: a path to a YAML file, or the name of a recipe in the package."""
     path = Path(name)
-    if path.suffix in (".yaml", ".yml", ".json"):  # JSON is YAML: older runs have a JSON recipe
+    if path.suffix in (".yaml", ".yml", ".json"):  # JSON is YAML
         if path.is_file():
             return path
         if path.parent == Path(".") and (CONFIGS / path.name).is_file():

@@ -5,8 +5,6 @@ For a name with weights the data set is that of its metadata, and the accuracy i
 
 from __future__ import annotations
 
-import runpy
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -74,8 +72,3 @@ def evaluate(
         "notes": list(target.notes),
         "per_class": [{"label": row.label, "n": row.n, "right": row.right} for row in result.per_class],
     }
-
-
-if __name__ == "__main__":
-    sys.argv.insert(1, "eval")
-    runpy.run_module("capszoo", run_name="__main__")

@@ -56,6 +56,12 @@ __all__ = ["Source", "find_source", "finetune", "finetune_recipe"]
 # Settings for small sets, by common practice; docs/fine-tune.md has results of `make photos`.
 LEARNING_RATE = 0.003
 LAYER_DECAY = 0.8
+#: Keys that others of fine-tuning follow from, and the options that set them all.
+DERIVING = {
+    "data.size": "--img-size (img_size)",
+    "data.channels": "--colour or --grey (channels)",
+    "epochs": "--epochs (epochs)",
+}
 #: Updates in all, as far as ``EPOCHS`` allows: a small set is shown more often than a large one.
 UPDATES = 240
 EPOCHS = (5, 60)
@@ -198,7 +204,6 @@ def finetune_recipe(
     channels: int | None = None,
     folds: int | None = None,
     overrides: Sequence[str] = (),
-    root: str | Path | None = None,
     read: Callable[..., Any] = read_split,
 ) -> Recipe:
     """The recipe of a fine-tuning run; the arguments are those of ``finetune``, and ``read`` is that of ``load_data``.
@@ -207,10 +212,7 @@ def finetune_recipe(
     """
     if (model is None) == (backbone is None):
         raise UsageError("fine-tuning starts from a MODEL or from a --backbone", "give one of them")
-    if any(line.partition("=")[0].strip() == "data.size" for line in overrides):
-        raise UsageError(
-            "data.size does not scale the augmentation of fine-tuning", "give --img-size (img_size)"
-        )
+    _check_options(overrides, from_scratch, freeze, layer_decay)
     name = source_name(data)
     check_channels(name, channels)
     if backbone is None:
@@ -223,8 +225,8 @@ def finetune_recipe(
     crop_mode = crop_mode or source.crop_mode
     framing = framing_of(crop_mode, source.mean, None)
     # Loaded as in training: problems with the folder are reported before anything is written.
-    images, _ = read(name, "train", root, size, size, skip_bad, framing, channels)
-    splits = {"train", "test"} if name in DATASETS else find_splits(name, root)
+    images, _ = read(name, "train", None, size, size, skip_bad, framing, channels)
+    splits = {"train", "test"} if name in DATASETS else find_splits(name)
     if images.spec.multi_label:
         raise UsageError(
             f"{name} has several labels an image", "write a recipe with an init section, and train it"
@@ -250,7 +252,8 @@ def finetune_recipe(
     steps = count // batch
     if not steps:
         raise DataError(f"{name}: {count} training images are too few for {world} processes: start fewer")
-    epochs = epochs or min(max(round(UPDATES / steps), EPOCHS[0]), EPOCHS[1])
+    if epochs is None:
+        epochs = min(max(round(UPDATES / steps), EPOCHS[0]), EPOCHS[1])
     warmup = round(0.1 * epochs, 2) if epochs * steps >= FEW_UPDATES else 0.0
     tree: dict[str, Any] = {
         "arch": source.architecture,
@@ -291,9 +294,22 @@ def finetune_recipe(
         tree["optimizer"]["layer_decay"] = LAYER_DECAY if layer_decay is None else layer_decay
         same = images.spec.label_names == source.label_names
         tree["init"] = {"weights": model, "new_classes": not same, "freeze": tuple(freeze)}
-    elif freeze:
-        raise UsageError("random weights are not worth freezing", "leave out --freeze or --from-scratch")
     return load_recipe(tree, overrides)
+
+
+def _check_options(
+    overrides: Sequence[str], from_scratch: bool, freeze: Sequence[str], layer_decay: float | None
+) -> None:
+    """Refuse options that would have no effect, or only half of it."""
+    for key, option in DERIVING.items():
+        if any(line.partition("=")[0].strip() == key for line in overrides):
+            raise UsageError(
+                f"other settings of fine-tuning follow from {key}", f"give {option} in place of --set"
+            )
+    if from_scratch and freeze:
+        raise UsageError("random weights are not worth freezing", "leave out --freeze or --from-scratch")
+    if from_scratch and layer_decay is not None:
+        raise UsageError("random weights all need the same rate", "leave out --layer-decay or --from-scratch")
 
 
 def _check_folds(folds: int, name: str, splits: set[str]) -> None:
@@ -338,7 +354,6 @@ def finetune(
     channels: int | None = None,
     folds: int | None = None,
     overrides: Sequence[str] = (),
-    root: str | Path | None = None,
     cpu: bool = False,
     stop_after: int | None = None,
     accept_data: bool = False,
@@ -367,7 +382,6 @@ def finetune(
         channels: read images in grey (1) or in colour (3); None: in colour if any has some.
         folds: train this many runs, each tested on another fold of the images; None: one run on all of them.
         overrides: ``key=value`` lines that change keys of the recipe, as in ``capszoo train --set``.
-        root: folder of named sets and repositories; None uses ``CAPSZOO_DATA``.
         cpu, stop_after, accept_data, log_with: as for ``train``.
 
     Returns:
@@ -397,16 +411,15 @@ def finetune(
         channels=channels,
         folds=folds,
         overrides=overrides,
-        root=root,
         read=read,
     )
     options: dict[str, Any] = dict(cpu=cpu, stop_after=stop_after, accept_data=accept_data, log_with=log_with)
     if folds is not None:
         undivided = recipe.data.model_copy(update={"val_size": 0})
-        images = load_data(recipe.model_copy(update={"data": undivided}), root, read)
+        images = load_data(recipe.model_copy(update={"data": undivided}), None, read)
         read.cache_clear()
         return _train_folds(recipe, images, folds, Path(out or f"runs/{recipe.name}"), options)
-    images = load_data(recipe, root, read)
+    images = load_data(recipe, None, read)
     read.cache_clear()
     result = train(recipe, out=out, data=images, **options)
     if result["finished"] and os.environ.get("RANK", "0") == "0":
@@ -479,7 +492,8 @@ def _finish(images: RunData, weights: Path, device: str | torch.device) -> dict[
     info = amend_metadata(weights, per_class={"split": split, **counts})
     paths = {kind: weights.with_name(name) for kind, name in FINISHED.items()}
     write_atomically(paths["labels"], "".join(f"{line}\n" for line in label_lines(info.label_names or ())))
-    draw_confusion(result, f"{target.name}, {result.n:,} images of {split}", paths["confusion"])
+    # no name of the user's folder: the picture is published
+    draw_confusion(result, f"{info.architecture}, {result.n:,} images of {split}", paths["confusion"])
     pictures = [file for file in (CURVES, CONFUSION) if weights.with_name(file).is_file()]
     card = model_card(info, weights.parent.resolve().name, pictures=pictures, local=True)
     write_atomically(paths["card"], card.content)

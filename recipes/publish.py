@@ -42,6 +42,7 @@ from .release.model_card import (
 )
 from .release.public import PRIVATE, default_tag, is_private_set, public
 from .training.checkpoints import write_safetensors
+from .training.finish import GOLDEN_IMAGES
 from .training.history import history_of, read_records, records_of
 from .weights import finished_run, golden_file, golden_outputs
 
@@ -51,7 +52,6 @@ __all__ = ["PublishError", "publish", "publish_all", "stage"]
 WRITTEN = {HUB_FILENAME, METADATA_FILENAME, "config.json", "README.md", GOLDEN, LABELS, CURVES, CONFUSION}
 
 #: Number of raw images for golden outputs if a run has none.
-GOLDEN_IMAGES = 4
 
 
 @dataclass(frozen=True)
@@ -167,6 +167,11 @@ def _public_info(info: WeightsInfo) -> WeightsInfo:
     if is_private_set(name) and info.tag == default_tag(name):
         raw["tag"] = PRIVATE
         raw |= {"recipe": {**raw["recipe"], "tag": PRIVATE}} if raw.get("recipe") else {}
+        raw |= (
+            {"seeds": {**raw["seeds"], "recipe": f"{info.architecture}.{PRIVATE}"}}
+            if raw.get("seeds")
+            else {}
+        )
     return replace(info, raw=raw, tag=raw["tag"], description=raw.get("description"))
 
 

@@ -19,8 +19,6 @@ from __future__ import annotations
 
 import logging
 import math
-import runpy
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -445,8 +443,3 @@ def _epoch_record(run: Run, state: TrainState) -> dict[str, Any]:
         "train_top1": round(100 * right / n, 3),
         "images_per_s": round(rate),
     }
-
-
-if __name__ == "__main__":
-    sys.argv.insert(1, "train")
-    runpy.run_module("capszoo", run_name="__main__")

@@ -18,7 +18,6 @@ __all__ = ["NAMES", "draw_curves", "draw_routing_probe", "draw_runs"]
 #: Keys of a record, in words.
 NAMES = {
     "train_loss": "training loss",
-    "val_loss": "validation loss",
     "train_top1": "training accuracy",
     "val_top1": "validation accuracy",
     "lr": "learning rate",
@@ -26,7 +25,7 @@ NAMES = {
 
 #: Panels of a run's curves and the keys of a record that they show.
 CURVE_PANELS = {
-    "loss": ("train_loss", "val_loss"),
+    "loss": ("train_loss",),
     "accuracy (%)": ("train_top1", "val_top1"),
     "learning rate": ("lr",),
 }

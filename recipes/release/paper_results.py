@@ -169,7 +169,8 @@ def recipe_differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict
     Other such keys are later ones, which recipes of earlier versions lack. A feedback that only one has counts as one.
     """
     first, second = (
-        dict(_flat(recipe)) | ({"feedback": "with"} if recipe.get("feedback") else {}) for recipe in (one, other)
+        dict(_flat(recipe)) | ({"feedback": "with"} if recipe.get("feedback") else {})
+        for recipe in (one, other)
     )
     return {
         key: (first.get(key), second.get(key))

@@ -76,7 +76,8 @@ def public(value: Any, key: str = "") -> Any:
     if last == "weights":
         return public_start(value)
     if last == "description" and value.startswith(_BEGAN):
-        return _BEGAN + public_start(value.removeprefix(_BEGAN))
+        start, *fold = value.removeprefix(_BEGAN).partition(", fold ")
+        return "".join((_BEGAN, public_start(start), *fold))
     if is_private_set(value):
         return f"{value.partition(':')[0]}:{PRIVATE}"
     return PRIVATE if _PATH.fullmatch(value) else value

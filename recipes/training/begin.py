@@ -40,7 +40,7 @@ def begin_run(run: Run) -> tuple[TrainState, RunLog]:
     with raise_on_all_ranks(run.accelerator):
         checkpoint, skipped = latest_checkpoint(run.out)
         if checkpoint:
-            before = checkpoint.state.get("updates_per_epoch", run.steps)  # earlier versions did not store it
+            before = checkpoint.state["updates_per_epoch"]
             if before != run.steps:
                 raise TrainingError(
                     f"the run in {run.out} has {before} updates an epoch, {len(run.data.training):,} images make "
@@ -107,7 +107,7 @@ def _introduce(run: Run, state: TrainState, log: RunLog, skipped: Sequence[str],
     if schedule.name != "none" and schedule.warmup_epochs >= run.recipe.epochs:
         log.say(
             f"note: the warm-up takes the whole run (schedule.warmup_epochs {schedule.warmup_epochs:g}): "
-            "the learning rate never decays"
+            "the learning rate does not reach optimizer.lr"
         )
     # other schedules of a profile keep the recipe's milestones, and use none
     drops = schedule.milestones if schedule.name == "multistep" else ()

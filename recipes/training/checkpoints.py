@@ -117,9 +117,10 @@ def check_position(state: Any) -> None:
     step: Any = state.get("step")
     seconds: Any = state.get("seconds")
     sums: Any = state.get("sums")
-    images: Any = state.get("images", {})  # earlier versions did not store it
+    images: Any = state.get("images")
     right = {  # by type: `true` is an int
         "step": type(step) is int and step >= 0,
+        "updates_per_epoch": type(state.get("updates_per_epoch")) is int,
         "seconds": type(seconds) in (int, float) and 0 <= seconds < math.inf,
         "sums": isinstance(sums, list) and [type(value) in (int, float) for value in sums] == [True] * 3,
         "images": isinstance(images, dict) and all(type(count) is int for count in images.values()),

@@ -51,13 +51,11 @@ class BestEpoch:
         """State for a checkpoint, besides the weights."""
         if not self.risen:
             return {}
-        kept = {"top1": self.top1, "epoch": self.epoch, "risen": self.risen}
-        return kept | {"measure": self.measure, "score": self.score}
+        return {"top1": self.top1, "score": self.score, "epoch": self.epoch, "risen": self.risen}
 
     def restore(self, state: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
         """Restore the state from a checkpoint; an empty state is the initial one."""
         self.top1 = state.get("top1", float("-inf"))
-        if state:  # runs of earlier versions compared top-1, and go on so
-            self.measure, self.score = state.get("measure", "val_top1"), state.get("score", self.top1)
+        self.score = state.get("score", float("-inf"))
         self.epoch, self.risen = state.get("epoch", 0), state.get("risen", 0)
         self.weights = dict(weights)

@@ -18,7 +18,7 @@ from capszoo.data import DataError, DatasetSpec, dataset_spec
 from capszoo.data.specs import both_sides
 from capszoo.models._feedback import FeedbackAgreement
 
-from ..config import Recipe
+from ..config import Recipe, RecipeError
 from .setup import create_feedback, create_net, create_optimizer
 from .step import TrainStep, create_step
 
@@ -103,7 +103,12 @@ def _estimate(recipe: Recipe, device: torch.device) -> Estimate:
             torch.cuda.synchronize()
         seconds += (time.perf_counter() - start) if number else 0.0
     count = spec.counts.get("train") or None  # 0: depends on the copy
-    images_of_epoch = None if count is None else min(recipe.data.limit or count, count - recipe.data.val_size)
+    carved = 0 if recipe.data.validation == "own" else recipe.data.val_size
+    if count is not None and carved >= count:
+        raise RecipeError(
+            f"{recipe.name}: data.val_size {carved:,} leaves none of {count:,} images to train on"
+        )
+    images_of_epoch = None if count is None else min(recipe.data.limit or count, count - carved)
     updates = None if images_of_epoch is None else images_of_epoch // recipe.batch_size * recipe.epochs
     parameters = sum(p.numel() for p in net.parameters())
     return Estimate(str(device), parameters, images_of_epoch, updates, seconds / TIMED)

@@ -192,15 +192,13 @@ def _details(run: Run, state: TrainState, log: RunLog) -> dict[str, Any]:
 
 def _machines(out: Path) -> dict[str, Any]:
     """The metadata of a run whose processor, precision or software changed: each of its parts, and all the hardware."""
-    keys = ("from_update", "commit", "hardware", "precision", "compile")
+    keys = ("from_update", "commit", "hardware", "precision", "compile", "channels_last")
     parts: list[dict[str, Any]] = []
-    images: Any = None  # sessions of earlier versions do not state them
+    images: Any = None
     for session in read_sessions(out):
         machine = {key: session.get(key) for key in keys} | {
             "torch": session.get("versions", {}).get("torch")
         }
-        # sessions of earlier versions do not state it
-        machine["channels_last"] = session.get("channels_last", True)
         if images is not None and session.get("data") not in (None, images):
             machine["other_images"] = session["data"]  # with --accept-data
         images = images or session.get("data")

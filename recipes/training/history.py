@@ -23,7 +23,7 @@ _logger = logging.getLogger("capszoo.training")
 __all__ = ["find_runs", "history_of", "read_records", "records_of", "trained_images"]
 
 #: Keys of an epoch's record that are stored with the weights; the seconds of training are for time to accuracy.
-KEPT = ("epoch", "lr", "train_loss", "train_top1", "val_loss", "val_top1", "val_recall", "seconds")
+KEPT = ("epoch", "lr", "train_loss", "train_top1", "val_top1", "val_recall", "seconds")
 
 
 class _Votes(BaseModel):
@@ -51,7 +51,6 @@ class _Epoch(BaseModel):
     lr: float | None = None
     train_loss: float | None = None
     train_top1: float | None = None
-    val_loss: float | None = None
     val_top1: float | None = None
     routing: _Votes = _Votes()
 

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,7 @@ STOPPED = (128 + signal.SIGTERM, -signal.SIGTERM)
 class _Process:
     job: Job
     process: subprocess.Popen[bytes]
-    told: bool = field(default=False)
+    told: bool = False
 
     @property
     def running(self) -> bool:

@@ -61,10 +61,8 @@ def check_run(recipe: Recipe, out: Path, resume: bool) -> None:
 
     A recipe of which no checkpoint was made, such as after a start that failed, may be another one.
     """
-    for before in (out / "recipe.yaml", out / "recipe.json"):  # older runs have the JSON file
-        if before.is_file():
-            break
-    else:
+    before = out / "recipe.yaml"
+    if not before.is_file():
         if traces := [name for name in _TRACES if (out / name).exists()]:
             raise TrainingError(
                 f"{out} holds {traces[0]} of a run, but not its recipe.yaml: put it back, or choose another --out"
@@ -93,7 +91,7 @@ def check_run(recipe: Recipe, out: Path, resume: bool) -> None:
         old["data"]["name"] = wanted_recipe["data"]["name"]
     key, was, wanted = first_difference(old, wanted_recipe)
     if key and not is_unused(out):
-        resumed = f"resume that run: capszoo train {before} --out {out}"
+        resumed = f"resume that run: capszoo train {shlex.quote(str(before))} --out {shlex.quote(str(out))}"
         raise TrainingError(
             f"{out} holds a run with {key}={was}, this recipe says {wanted}: choose another --out, "
             f"or {_start_from(out) or resumed}"
@@ -110,6 +108,8 @@ def _same_folder(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
 
 def _start_from(out: Path) -> str:
     """How to start another run from a finished one; empty if the run has written no weights yet."""
+    if out.name.startswith("fold-"):  # a recipe does not state which images are a fold's
+        return "give the options of the call that began these folds"
     try:
         run_weights(out)
     except CapszooError:
@@ -141,7 +141,7 @@ def check_counts(out: Path, counts: Mapping[str, int]) -> None:
     for folder in reversed(checkpoint_folders(out)):
         with suppress(OSError, ValueError, TypeError, AttributeError):
             before = json.loads((folder / "state.json").read_text(encoding="utf-8")).get("images", {})
-            break  # earlier versions stored none
+            break
     for split, now in counts.items():
         was = before.get(split, now) if isinstance(before, dict) else now
         if split != "test" and was != now:

@@ -220,10 +220,8 @@ def save_state(run: Run, state: TrainState) -> None:
     began = time.monotonic()
     sums = run.accelerator.reduce(state.sums.clone()).tolist()  # those of all processes
     position: dict[str, Any] = {
-        "epoch": state.step // run.steps,
         "seconds": state.seconds,
         "sums": sums,
-        "recipe": run.recipe.name,
         # on a CPU, sums depend on their number
         **({"threads": torch.get_num_threads()} if run.device.type == "cpu" else {}),
         "updates_per_epoch": run.steps,

@@ -35,7 +35,14 @@ from capszoo.preprocess import load_image, model_transform
 from capszoo.recipes import train as train_module
 from capszoo.recipes.config import Recipe, RecipeError
 from capszoo.recipes.evaluation.target import prepare
-from capszoo.recipes.finetune import backbone_source, batch_size, find_source, finetune, finetune_recipe
+from capszoo.recipes.finetune import (
+    DERIVING,
+    backbone_source,
+    batch_size,
+    find_source,
+    finetune,
+    finetune_recipe,
+)
 from capszoo.recipes.training import setup
 from capszoo.recipes.training.distributed import TrainingError
 from capszoo.recipes.training.early_stop import BestEpoch
@@ -164,8 +171,6 @@ def test_the_size_is_that_of_the_network_not_of_its_first_images(photos: Path, t
     save_for_hf(net, str(tmp_path / "saved"), safe_serialization=True)
     recipe = finetune_recipe(str(tmp_path / "saved"), photos)
     assert recipe.data.size == recipe.data.augment.resize == 36
-    with refuses(UsageError, names=["data.size", "--img-size"]):
-        finetune_recipe(MODEL, photos, overrides=["data.size=36"])
 
 
 def test_more_processes_than_images(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,6 +242,24 @@ def test_another_call_names_what_the_user_changed(
     for accept in (False, True):
         with refuses(TrainingError, names=["30", "31", "images"]):
             finetune(MODEL, photos, epochs=1, accept_data=accept, **given)
+
+
+def test_another_call_with_folds_is_told_from_the_first(photos: Path, tmp_path: Path) -> None:
+    given: dict[str, Any] = dict(out=tmp_path / "run", cpu=True)
+    finetune(MODEL, photos, folds=3, epochs=2, stop_after=1, **given)
+    for changed in (dict(folds=3, epochs=3), dict(folds=2, epochs=2)):
+        with refuses(TrainingError, names=["fold-1", "options"]):
+            finetune(MODEL, photos, **changed, **given)
+
+
+def test_keys_that_others_follow_from_have_options(photos: Path, tmp_path: Path) -> None:
+    for key in DERIVING:
+        with refuses(UsageError, names=[key, DERIVING[key].split()[0]]):
+            finetune(MODEL, photos, tmp_path / "run", overrides=[f"{key}=3"])
+    with refuses(UsageError, names=["--layer-decay", "--from-scratch"]):
+        finetune(MODEL, photos, tmp_path / "run", from_scratch=True, layer_decay=0.5)
+    with pytest.raises(RecipeError, match="epochs: 0"):
+        finetune(MODEL, photos, tmp_path / "run", epochs=0)
 
 
 def test_one_value_for_batchnorm_is_said_before_anything_is_written(photos: Path, tmp_path: Path) -> None:
@@ -416,10 +439,6 @@ def test_the_best_epoch_of_balanced_classes_is_that_of_the_mean_recall() -> None
     for epoch, (top1, recall) in enumerate(((95, 50), (90, 80), (95, 60), (5, 80)), start=1):
         best.see(epoch, {"val_top1": top1, "val_recall": recall}, net)
     assert (best.epoch, best.top1, best.score) == (2, 90, 80)
-    old = BestEpoch(9, "val_recall")  # a run that began by top-1 goes on so
-    old.restore({"top1": 95, "epoch": 1, "risen": 1}, best.weights)
-    old.see(2, {"val_top1": 90, "val_recall": 80}, net)
-    assert (old.measure, old.epoch) == ("val_top1", 1)
 
 
 def test_early_stopping_keeps_the_best_weights(

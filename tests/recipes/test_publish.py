@@ -695,6 +695,8 @@ def test_no_private_names() -> None:
         )
     for start in ("hf-hub:me/pets", "capsnet_dynamic.mnist", "backbone:resnet18.a1_in1k"):
         assert public({"weights": start}) == {"weights": start}
+        fold = {"description": f"fine-tuned from {start}, fold 1 of 2"}
+        assert public(fold) == fold
 
 
 def test_names_of_folders_are_not_published(tmp_path: Path) -> None:
@@ -714,6 +716,7 @@ def test_names_of_folders_are_not_published(tmp_path: Path) -> None:
         "tag": "patients_smith",
     }
     raw |= {"tag": "patients_smith", "description": "fine-tuned from runs/patients_smith"}
+    raw["seeds"] = {"recipe": "resnet20_routingcaps.patients_smith"}
     for file in list(run.iterdir()):
         if file.name.startswith(f"{metadata.stem}."):
             file.rename(run / file.name.replace(metadata.stem, "resnet20_routingcaps.patients_smith"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import re
@@ -36,7 +35,6 @@ from capszoo.recipes.evaluation.target import create_for
 from capszoo.recipes.train import TrainingError, train
 from capszoo.recipes.training import begin, checkpoints, estimate, setup, step
 from capszoo.recipes.training import state as state_module
-from capszoo.recipes.training.checkpoints import latest_checkpoint
 from capszoo.recipes.training.distributed import Stopped
 from tests.support.errors import refuses
 from tests.support.recipes import TINY, newest
@@ -390,34 +388,6 @@ def test_a_schedule_without_decay_epochs_passes_a_number_to_timm(monkeypatch: py
     for value in (None, 3.0):
         setup.create_scheduler(recipe(schedule={"name": "poly", "decay_epochs": value}), optimizer, 10)
     assert passed == [90, 3.0]
-
-
-def test_a_run_begun_by_an_earlier_version_goes_on(tiny_mnist: Path, tmp_path: Path) -> None:
-    """It has recipe.json without the newer keys, and random states in its checkpoints."""
-    whole = train(recipe(), out=tmp_path / "whole", data=tiny_mnist)
-    out = tmp_path / "old"
-    train(recipe(), out=out, data=tiny_mnist, stop_after=3)
-    old = recipe().model_dump(mode="json")
-    for key in ("profile", "feedback"):
-        old.pop(key, None)
-    old["data"].pop("size")
-    old["data"]["augment"] = {"shift": 2, "flip": False}
-    (out / "recipe.json").write_text(json.dumps(old, indent=1))
-    (out / "recipe.yaml").unlink()
-    (out / "sessions.json").unlink()
-    shutil.rmtree(out / "tensorboard")
-    shutil.rmtree(out / "checkpoints" / "step-00000000")
-    folder = newest(out)
-    tensors = torch.load(folder / "optimizer.pt", weights_only=True)
-    torch.save({**tensors, "cpu_random": torch.get_rng_state()}, folder / "optimizer.pt")
-    state = json.loads((folder / "state.json").read_text())
-    state["files"]["optimizer.pt"] = hashlib.sha256((folder / "optimizer.pt").read_bytes()).hexdigest()
-    (folder / "state.json").write_text(json.dumps(state))
-    checkpoint, skipped = latest_checkpoint(out)
-    assert checkpoint is not None and not skipped
-    resumed = train(out / "recipe.json", out=out, data=tiny_mnist)
-    expected, found = load_file(whole["weights"]), load_file(resumed["weights"])
-    assert all(torch.equal(expected[key], found[key]) for key in expected)
 
 
 def test_what_a_recipe_says_reaches_batches_and_loss(tiny_mnist, tmp_path, monkeypatch) -> None:
