@@ -11,10 +11,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ._pretrained.catalogue import checkpoints, weights_entry
 from ._pretrained.info import WeightsInfo
+from ._utils.devices import default_device
 from .checkpoint import refused_arguments, resolve
 from .layers import engine_report
 from .models._factory import ModelInfo, create_model, describe
-from .models._inspect import evaluating, iteration_attributes, routing_iterations
+from .models._inspect import evaluating, routing_iterations
 from .models._papers import PAPERS, PaperFigure
 from .preprocess import model_input_size
 
@@ -22,7 +23,6 @@ __all__ = [
     "ModelSummary",
     "count_multiply_adds",
     "engine_rows",
-    "iteration_attributes",
     "routing_iterations",
     "summarise",
 ]
@@ -62,7 +62,7 @@ class ModelSummary:
         }
 
 
-def count_multiply_adds(model: nn.Module, input_size: tuple[int, int, int] | None = None) -> int:
+def count_multiply_adds(model: nn.Module) -> int:
     """Multiply-adds of one image in convolutions and matrix products, as PyTorch's counter counts them.
 
     Elementwise work (squash, softmax, norms) is not counted, and routings are counted as their references. For a model
@@ -70,13 +70,11 @@ def count_multiply_adds(model: nn.Module, input_size: tuple[int, int, int] | Non
 
     Args:
         model: any model; run once in eval mode.
-        input_size: channels, height and width; None uses the model's.
     """
-    size = input_size or model_input_size(model)
     like = next(model.parameters())
     counter = FlopCounterMode(display=False)
     with evaluating(model), torch.no_grad(), counter:
-        model(torch.zeros(1, *size, device=like.device, dtype=like.dtype))
+        model(torch.zeros(1, *model_input_size(model), device=like.device, dtype=like.dtype))
     return counter.get_total_flops() // 2
 
 
@@ -114,7 +112,7 @@ def engine_rows(name: str, batch: int = 32, training: bool = False, **kwargs: An
         (their number of elements) and ``refused``, engine to reason.
     """
     model, _ = _untrained(name, kwargs)
-    choices = engine_report(model, batch, training, input_size=model_input_size(model))
+    choices = engine_report(model, batch, training, default_device().type, input_size=model_input_size(model))
     return [
         {
             "layer": choice.name,

@@ -273,6 +273,9 @@ main()
     held = {path.stem for path in (tmp_path / "capszoo" / "weights").glob("*.safetensors")}
     large = {path.stem for path in (root / "weights-large").glob("*.safetensors")}
     assert LOADED in held and absent >= large and not absent & held
+    page = (root / "docs" / "models.md").read_text()
+    named = page[page.index("The weights of `") : page.index("`weights-large/`")]
+    assert set(re.findall(r"`(\w+)[.`]", named)) == {name.partition(".")[0] for name in large}
 
 
 def test_import_leaves_optional_libraries_alone(root: Path) -> None:

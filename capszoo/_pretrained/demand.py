@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from capszoo._pretrained.checks import ModelConfig, described
 from capszoo.errors import WeightsError, first_line
 
-__all__ = [
-    "ModelConfig",
-    "WeightsError",
-    "check_demand",
-    "described",
-    "fitting",
-]
+__all__ = ["check_demand", "fitting"]
 
 #: Elements that a model may have beyond those of its weights file: a decoder, masks, tables of positions.
 MAX_FRESH_NUMBERS = 32 * 2**20
@@ -61,7 +54,6 @@ def check_demand(
     create: Callable[[], nn.Module],
     state_dict: Mapping[str, Tensor] | None,
     source: str,
-    keys: Sequence[str] = (),
 ) -> None:
     """Refuse metadata that describe a model much larger than its weights, before allocating any memory for it.
 
@@ -69,7 +61,6 @@ def check_demand(
         create: creates the model that the metadata describe; called where parameters take no memory.
         state_dict: the tensors of the file; None if no weights are loaded, and the model must only be possible.
         source: name of the file in error messages.
-        keys: parameters that the caller re-initialises, which are not counted.
 
     Raises:
         WeightsError: the arguments make no model; the model has more elements than 1.1 times the file's plus
@@ -89,7 +80,7 @@ def check_demand(
         return
     held = sum(tensor.numel() for tensor in state_dict.values())
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    needed = sum(tensor.numel() for name, tensor in tensors.items() if name not in keys)
+    needed = sum(tensor.numel() for tensor in tensors.values())
     if needed > 1.1 * held + MAX_FRESH_NUMBERS:
         raise WeightsError(
             f"{source}: the metadata describe a model of {needed:,} numbers, the file holds {held:,}: "

@@ -151,7 +151,7 @@ class WeightsInfo:
         }
         if self.score_kind:
             facts["score_kind"] = self.score_kind
-        # a recipe that states a mean has it from the weights that it starts from, as fine-tuning does
+        # a mean that a recipe states is that of the weights that it starts from, or its paper's choice
         data = self.raw.get("recipe", {}).get("data")
         if isinstance(data, dict) and data.get("mean"):
             facts["inherited_mean"] = True

@@ -6,6 +6,7 @@ subclasses of :class:`.Engine`.
 
 import difflib
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -55,8 +56,9 @@ class Choice:
             if engine is self.engine:
                 break
             reason = engine.refusal(self.layer, self.call)
-            for field, value in vars(TUNING).items():
-                reason = reason.replace(f"TUNING.{field}", f"TUNING.{field} ({value:,})")
+            reason = re.sub(
+                r"TUNING\.(\w+)", lambda found: f"{found[0]} ({getattr(TUNING, found[1]):,})", reason
+            )
             reasons[engine.name] = reason or "another was forced"
         return reasons
 

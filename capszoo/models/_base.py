@@ -147,7 +147,7 @@ class CapsuleNet(nn.Module):
     #: Kind of the scores if the metadata do not state it (see ``capszoo.scores``).
     score_kind = "logits"
 
-    #: True once :meth:`prune_intermediate_layers` has dropped layers of the head that a new class layer would need.
+    #: True once :meth:`prune_intermediate_layers` has dropped the head.
     head_pruned = False
 
     #: What :meth:`coupling_map` normalises: the couplings, or a product with them.
@@ -189,7 +189,7 @@ class CapsuleNet(nn.Module):
             raise ValueError(
                 f"decoder must be False, True, {' or '.join(map(repr, DECODERS))}, not {decoder!r}"
             )
-        self.with_decoder = self.own_decoder if decoder is True else decoder or ""
+        self.with_decoder = decoder if isinstance(decoder, str) else self.own_decoder if decoder else ""
         self.decoder = None
         h, w = self.img_size
         self._size_message = (
@@ -292,12 +292,15 @@ class CapsuleNet(nn.Module):
             target: ``[b]`` class whose capsule is kept; defaults to the longest capsule. EM networks require it.
 
         Raises:
-            RuntimeError: the model was created without ``decoder=True``, or its architecture has no decoder.
-            ValueError: the target is no class index.
+            RuntimeError: the model was created without ``decoder=True``, its architecture has no decoder, or it has no
+                such class.
+            ValueError: the target is no class index for each image.
         """
         if self.decoder is None:
             raise RuntimeError(self._why_no_decoder())
-        if target is not None and (target.is_floating_point() or target.dtype == torch.bool):
+        if target is not None and (
+            target.shape != poses.shape[:1] or target.is_floating_point() or target.dtype == torch.bool
+        ):
             raise ValueError("target must be class indices [b], as integers")
         return self.decoder(poses, target)
 
@@ -383,8 +386,10 @@ class CapsuleNet(nn.Module):
             TypeError: no whole number. Nothing is changed then.
             RuntimeError: :meth:`prune_intermediate_layers` dropped the head.
         """
-        if self.head_pruned and (num_classes or global_pool):
-            raise RuntimeError("the head was pruned: create the network anew")
+        if self.head_pruned:
+            if num_classes or global_pool:
+                raise RuntimeError("the head was pruned: create the network anew")
+            return
         num_classes = operator.index(num_classes)  # of numpy's integers too, which could not be saved
         if num_classes < 0:
             raise ValueError(f"num_classes must be 0 or more, not {num_classes}")
@@ -526,6 +531,11 @@ class CapsuleNet(nn.Module):
             if name == end:
                 break
         if prune_head:
-            self.reset_classifier(0, "")
+            self._drop_head()
         self.stages = nn.Sequential(kept)
         return take
+
+    def _drop_head(self) -> None:
+        """Drop what follows the stages for good; networks with more there than a class layer add it."""
+        self.reset_classifier(0, "")
+        self.head_pruned = True

@@ -112,9 +112,7 @@ def _residual_stage(in_chans: int, out_chans: int, depth: int, stride: int, shor
     return nn.Sequential(*blocks)
 
 
-def cifar_resnet_stages(
-    in_chans: int, depth: int, widths: Tuple[int, int, int] = (16, 32, 64)
-) -> "OrderedDict[str, nn.Module]":
+def cifar_resnet_stages(in_chans: int, depth: int) -> "OrderedDict[str, nn.Module]":
     """Stem and three stages of the CIFAR ResNet with ``depth = 6n + 2`` layers (He et al. 2016, section 4.2).
 
     Returns:
@@ -127,10 +125,10 @@ def cifar_resnet_stages(
         raise ValueError(f"a CIFAR ResNet has 6n + 2 layers (8, 14, 20, 32, …), not {depth}")
     n = (depth - 2) // 6
     return OrderedDict(
-        stem=ConvBnAct(in_chans, widths[0]),
-        layer1=_residual_stage(widths[0], widths[0], n, 1, "pad"),
-        layer2=_residual_stage(widths[0], widths[1], n, 2, "pad"),
-        layer3=_residual_stage(widths[1], widths[2], n, 2, "pad"),
+        stem=ConvBnAct(in_chans, 16),
+        layer1=_residual_stage(16, 16, n, 1, "pad"),
+        layer2=_residual_stage(16, 32, n, 2, "pad"),
+        layer3=_residual_stage(32, 64, n, 2, "pad"),
     )
 
 

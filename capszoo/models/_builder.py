@@ -171,9 +171,10 @@ def build_capsule_model(
         kwargs.pop("pretrained_cfg", None), kwargs.pop("pretrained_cfg_overlay", None)
     )
     cfg = resolve_pretrained_cfg(variant, cfg_argument, overlay)
+    if pretrained or cfg.source in ("hf-hub", "local-dir"):
+        kwargs.pop("backbone_pretrained", None)  # the weights are those of the whole network
     if cfg.source in ("hf-hub", "local-dir"):  # timm's create_model has read it there
         target = str(cfg.hf_hub_id if cfg.source == "hf-hub" else cfg.file)
-        kwargs.pop("backbone_pretrained", None)  # its weights are those of the whole network
         return create_saved(cfg.source, target, pretrained, pretrained_cfg_overlay=overlay or None, **kwargs)
     if pretrained and not cfg.has_weights and cfg.state_dict is None and is_registered(cfg_argument, variant):
         cfg = resolve_pretrained_cfg(variant, _default_tag(variant), overlay)
@@ -301,6 +302,10 @@ def _with_verified_weights(cfg: PretrainedCfg, variant: str, cache_dir: str | Pa
         tag = _trusted_tag(variant, tag, sha256)
     elif info is not None:
         state = load_weights(info, cache_dir)
+    elif cfg.url:
+        raise WeightsError(
+            f"weights are not loaded from a url ({cfg.url}): download them, and give file=PATH"
+        )
     else:
         tags = [name for name in checkpoints() if name.startswith(f"{variant}.")]
         if tags:

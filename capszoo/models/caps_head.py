@@ -40,7 +40,7 @@ from ._backbones import (
 from ._base import CapsuleNet, CapsuleOutput, CouplingLayout, Votes, feature_levels
 from ._blocks import cifar_resnet_stages, init_conv_weights
 from ._builder import build_capsule_model, is_registered, model_cfg, zoo_cfgs
-from ._heads import HEADS, CapsuleHead, create_head, head_arguments, unknown_routing
+from ._heads import HEADS, create_head, head_arguments, unknown_routing
 from ._inspect import freeze_batch_statistics
 
 __all__ = [
@@ -76,17 +76,6 @@ class HeadNet(CapsuleNet):
 
     def get_classifier(self) -> nn.Module:
         return getattr(self.head, "classes", self.head)
-
-    def reset_classifier(self, num_classes: int, global_pool: Optional[str] = None) -> None:
-        """As in :class:`CapsuleNet`.
-
-        Raises:
-            RuntimeError: :meth:`prune_intermediate_layers` dropped the head.
-        """
-        if isinstance(self.head, CapsuleHead):
-            super().reset_classifier(num_classes, global_pool)
-        elif num_classes or global_pool:
-            raise RuntimeError("the head was pruned: create the network anew")
 
     def _set_classifier(self, layer: nn.Module) -> None:
         self.head.classes = layer
@@ -127,14 +116,9 @@ class HeadNet(CapsuleNet):
         self._require_classes()
         return self.head.class_votes(self.forward_features(x))
 
-    @torch.jit.ignore
-    def prune_intermediate_layers(
-        self, indices: Union[int, List[int]] = 1, prune_norm: bool = False, prune_head: bool = True
-    ) -> List[int]:
-        take = super().prune_intermediate_layers(indices, prune_norm, prune_head)
-        if prune_head:
-            self.head = nn.Identity()
-        return take
+    def _drop_head(self) -> None:
+        super()._drop_head()
+        self.head = nn.Identity()
 
 
 class _HeadResNet(HeadNet):
@@ -340,9 +324,8 @@ class BackboneNet(HeadNet):
         cache_dir: Optional[str] = None,
         out_index: Optional[int] = None,
     ) -> None:
-        options: Dict[str, Any] = dict(
-            head_args or {}, proj_chans=proj_chans, max_grid=max_grid, drop_rate=drop_rate
-        )
+        options: Dict[str, Any] = dict(proj_chans=proj_chans, max_grid=max_grid, drop_rate=drop_rate)
+        options.update(head_args or {})
         arguments = head_arguments(routing, set(options))  # before a backbone is created or downloaded
         if routing_iters is not None:
             if "num_iters" not in arguments:
@@ -451,8 +434,7 @@ class BackboneNet(HeadNet):
         if not hasattr(features.model, "prune_intermediate_layers"):
             return super().prune_intermediate_layers(indices, prune_norm, prune_head)
         if prune_head:
-            self.reset_classifier(0, "")
-            self.head = nn.Identity()
+            self._drop_head()
             if isinstance(features, BackboneLevels):  # the last map is what remains
                 features.levels = 1
         # without its head, which most of timm's networks would reset, and which is gone already

@@ -378,15 +378,9 @@ class SixLayerCapsNet(DynamicCapsNetBase):
         poses, _, _, children = self._route(self.forward_features(x))
         return Votes(self.class_caps.votes(children), poses, True)
 
-    @torch.jit.ignore
-    def prune_intermediate_layers(
-        self, indices: Union[int, List[int]] = 1, prune_norm: bool = False, prune_head: bool = True
-    ) -> List[int]:
-        take = super().prune_intermediate_layers(indices, prune_norm, prune_head)
-        if prune_head:
-            self.mid_caps = nn.Identity()
-            self.head_pruned = True
-        return take
+    def _drop_head(self) -> None:
+        super()._drop_head()
+        self.mid_caps = nn.Identity()
 
 
 _cfg = partial(

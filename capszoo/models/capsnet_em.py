@@ -448,15 +448,9 @@ class SixLayerEMCapsNet(EMNetBase):
         poses, _, _ = self.class_caps.route(children, self.head_drop(activations))
         return Votes(self.class_caps.votes(children), poses, True)
 
-    @torch.jit.ignore
-    def prune_intermediate_layers(
-        self, indices: Union[int, List[int]] = 1, prune_norm: bool = False, prune_head: bool = True
-    ) -> List[int]:
-        take = super().prune_intermediate_layers(indices, prune_norm, prune_head)
-        if prune_head:
-            self.mid_caps = NoClassCaps()
-            self.head_pruned = True
-        return take
+    def _drop_head(self) -> None:
+        super()._drop_head()
+        self.mid_caps = NoClassCaps()
 
 
 _cfg = partial(

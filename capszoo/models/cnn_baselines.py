@@ -14,7 +14,7 @@ The IDPA paper's tables say "ReLU + Batch Norm", and "Batch Norm + ReLU" for ano
 
 from collections import OrderedDict
 from functools import partial
-from typing import Any, Dict, List, Optional, Tuple, Union
+from typing import Any, Dict, Optional, Tuple, Union
 
 import torch
 import torch.nn as nn
@@ -129,15 +129,9 @@ class ConvNet(CapsuleNet):
             return x
         return self.fc(x)
 
-    @torch.jit.ignore
-    def prune_intermediate_layers(
-        self, indices: Union[int, List[int]] = 1, prune_norm: bool = False, prune_head: bool = True
-    ) -> List[int]:
-        take = super().prune_intermediate_layers(indices, prune_norm, prune_head)
-        if prune_head:
-            self.neck = nn.Identity()
-            self.head_pruned = True
-        return take
+    def _drop_head(self) -> None:
+        super()._drop_head()
+        self.neck = nn.Identity()
 
     @torch.jit.ignore
     def forward_capsules(self, x: Tensor) -> CapsuleOutput:

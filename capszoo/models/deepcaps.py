@@ -26,7 +26,7 @@ What differs from the release:
 import math
 from collections import OrderedDict
 from functools import partial
-from typing import TYPE_CHECKING, Any, Dict, List, Tuple, Union
+from typing import TYPE_CHECKING, Any, Tuple, Union
 
 import torch
 import torch.nn as nn
@@ -41,6 +41,7 @@ from capszoo.layers import (
     capsule_lengths,
     capsules_from_map,
 )
+from capszoo.layers._modules import at_least
 
 from ._base import CapsuleNet, CapsuleOutput, CouplingLayout, Votes, feature_levels
 from ._builder import build_capsule_model, model_cfg, zoo_cfgs
@@ -153,6 +154,7 @@ class DeepCapsNet(CapsuleNet):
             raise ValueError(
                 f"caps_dims must be four numbers, of which the last two are equal, not {caps_dims}"
             )
+        at_least(1, routing_iters=routing_iters)
         self.caps_types, self.caps_dim, self.class_dim = caps_types, caps_dims[-1], class_dim
         self.routing_iters = routing_iters
         self.num_features = self.head_hidden_size = caps_types * caps_dims[-1]
@@ -213,8 +215,8 @@ class DeepCapsNet(CapsuleNet):
         split = last.shape[2] * last.shape[3] * self.caps_types
         coarse = share[:, :, :split].unflatten(2, (*last.shape[2:], -1)).sum(dim=4)
         fine = share[:, :, split:].unflatten(2, (*x.shape[2:], -1)).sum(dim=4)
-        spread = F.interpolate(coarse, size=fine.shape[2:])  # the nearest
-        spread = spread * (coarse.sum(dim=(2, 3), keepdim=True) / spread.sum(dim=(2, 3), keepdim=True))
+        cells = F.avg_pool2d(torch.ones_like(fine), 2, ceil_mode=True, divisor_override=1)
+        spread = F.interpolate(coarse / cells, size=fine.shape[2:])  # the nearest
         total = fine + spread  # lengths of votes are at least 1e-6
         return total / total.sum(dim=(2, 3), keepdim=True)
 
@@ -227,15 +229,9 @@ class DeepCapsNet(CapsuleNet):
         children = self._children(self.block4(x), x)
         return Votes(self.class_caps.votes(children), self.class_caps(children), True)
 
-    @torch.jit.ignore
-    def prune_intermediate_layers(
-        self, indices: Union[int, List[int]] = 1, prune_norm: bool = False, prune_head: bool = True
-    ) -> List[int]:
-        take = super().prune_intermediate_layers(indices, prune_norm, prune_head)
-        if prune_head:
-            self.block4 = nn.Identity()
-            self.head_pruned = True
-        return take
+    def _drop_head(self) -> None:
+        super()._drop_head()
+        self.block4 = nn.Identity()
 
 
 _cfg = partial(
@@ -260,5 +256,4 @@ _create_deepcaps = partial(build_capsule_model, DeepCapsNet)
 @register_model
 def deepcaps(pretrained: bool = False, **kwargs: Any) -> DeepCapsNet:
     """Capsule convolutions in four residual blocks, the last with a routed skip: Fashion-MNIST 94.73, MNIST 99.72"""
-    args: Dict[str, Any] = dict(caps_types=32, caps_dims=(4, 8, 8, 8), class_dim=32, routing_iters=3)
-    return _create_deepcaps("deepcaps", pretrained, defaults=args, **kwargs)
+    return _create_deepcaps("deepcaps", pretrained, defaults={}, **kwargs)

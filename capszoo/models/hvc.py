@@ -293,5 +293,4 @@ _create_hvc = partial(build_capsule_model, HVCapsNet)
 @register_model
 def hvc(pretrained: bool = False, **kwargs: Any) -> HVCapsNet:
     """Capsules without routing: nine convolutions, three branches, element-wise weights: MNIST accuracy 99.83"""
-    args: dict = dict()
-    return _create_hvc("hvc", pretrained, defaults=args, **kwargs)
+    return _create_hvc("hvc", pretrained, defaults={}, **kwargs)

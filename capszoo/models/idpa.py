@@ -19,7 +19,7 @@ capsule's pose is multiplied by its activation before the Linear. The paper give
 
 from collections import OrderedDict
 from functools import partial
-from typing import Any, Dict, Iterable, List, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, Iterable, Optional, Sequence, Tuple, Union
 
 import torch
 import torch.nn as nn
@@ -302,16 +302,10 @@ class IdpaNet(CapsuleNet):
         classifier = getattr(self.capsules, "classes", None)
         return classifier if isinstance(classifier, nn.Module) else nn.Identity()
 
-    @torch.jit.ignore
-    def prune_intermediate_layers(
-        self, indices: Union[int, List[int]] = 1, prune_norm: bool = False, prune_head: bool = True
-    ) -> List[int]:
-        take = super().prune_intermediate_layers(indices, prune_norm, prune_head)
-        if prune_head:
-            self.capsules = IDPAStack(OrderedDict(), depth=self.hidden + 1)
-            self.primary_activation = nn.Identity()
-            self.head_pruned = True
-        return take
+    def _drop_head(self) -> None:
+        super()._drop_head()
+        self.capsules = IDPAStack(OrderedDict(), depth=self.hidden + 1)
+        self.primary_activation = nn.Identity()
 
 
 _cfg = partial(

@@ -847,6 +847,16 @@ def test_frozen_norms_keep_their_statistics(freeze: bool) -> None:
     assert all(module.training for module in net.train().modules())
 
 
+def test_head_args_reach_the_head() -> None:
+    made = dict(backbone="resnet18", img_size=64, device="meta")
+    net: Any = capszoo.create_model(
+        "caps_head", **made, head_args=dict(proj_chans=16, max_grid=1, drop_rate=0.5)
+    )
+    assert (net.head.chans, net.head.grid, net.head.head_drop.p) == (16, (1, 1), 0.5)
+    with refuses(ValueError, names=["routing"]):
+        capszoo.create_model("caps_head", **made, head_args={"routing": "em"})
+
+
 def test_a_pruned_head() -> None:
     net = attached("resnet18", "idpa", 32)
     net.prune_intermediate_layers(1)

@@ -53,22 +53,26 @@ def test_class_layer_equals_the_naive_one() -> None:
     torch.testing.assert_close(out.couplings[1], couplings.transpose(1, 2))
 
 
-def test_map_adds_the_shares_of_both_blocks() -> None:
+@pytest.mark.parametrize(("side", "grid"), [(28, 4), (20, 3)])
+def test_map_adds_the_shares_of_both_blocks(side: int, grid: int) -> None:
     torch.manual_seed(0)
-    net = capszoo.create_model("deepcaps", **{**SMALL, "img_size": 28}).eval()
+    net = capszoo.create_model("deepcaps", **{**SMALL, "img_size": side}).eval()
     calibrate(net)
     x = images(net, 1)
     with torch.no_grad():
         third = net.forward_features(x)
         children = net._children(net.block4(third), third)
         share = net.class_caps.route(children)[1] * net.class_caps.votes(children).norm(dim=-1)
-        expected = torch.zeros(3, 4, 4)
+        expected = torch.zeros(3, grid, grid)
         for n in range(3):
             for child in range(2 * 2 * 2):  # of the fourth block: row, column, type
                 row, column = divmod(child // 2, 2)
-                expected[n, 2 * row : 2 * row + 2, 2 * column : 2 * column + 2] += share[0, n, child] / 4
-            for child in range(4 * 4 * 2):
-                row, column = divmod(child // 2, 4)
+                window = expected[
+                    n, 2 * row : 2 * row + 2, 2 * column : 2 * column + 2
+                ]  # narrower at an edge
+                window += share[0, n, child] / window.numel()
+            for child in range(grid * grid * 2):
+                row, column = divmod(child // 2, grid)
                 expected[n, row, column] += share[0, n, 8 + child]
         expected /= expected.sum((1, 2), keepdim=True)
         torch.testing.assert_close(net.coupling_map(x)[0], expected, atol=1e-6, rtol=1e-4)
@@ -105,3 +109,5 @@ def test_decoders_are_chosen_by_name() -> None:
 def test_what_does_not_fit_is_refused() -> None:
     with refuses(ValueError, names=["caps_dims"]):
         capszoo.create_model("deepcaps", device="meta", caps_dims=(4, 8, 8, 4))
+    with refuses(ValueError, names=["routing_iters", "0"]):
+        capszoo.create_model("deepcaps", device="meta", num_classes=0, routing_iters=0)

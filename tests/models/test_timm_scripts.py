@@ -165,7 +165,9 @@ def test_options_of_features_alone() -> None:
         timm.create_model("resnet20_avg", out_indices=(0,))
 
 
-@pytest.mark.parametrize("name", ["idpa_cnn", "cnn_sabour", "capsnet6_dynamic", "capsnet6_em"])
+@pytest.mark.parametrize(
+    "name", ["idpa_cnn", "cnn_sabour", "capsnet6_dynamic", "capsnet6_em", "hvc", "resnet20_avg"]
+)
 def test_a_pruned_head_has_no_new_classes(name: str) -> None:
     net: Any = capszoo.create_model(name, device="meta")
     net.prune_intermediate_layers(1)

@@ -22,8 +22,7 @@ import capszoo
 from capszoo._utils.files import NotWritable
 from capszoo.checkpoint import model_from_file
 from capszoo.data import Batches, DataError, load_dataset, split_validation
-from capszoo.errors import CapszooError, UsageError
-from capszoo.models import WeightsError
+from capszoo.errors import CapszooError, UsageError, WeightsError
 from capszoo.recipes import train as train_module
 from capszoo.recipes.config import RecipeError
 from capszoo.recipes.evaluate import evaluate

@@ -231,7 +231,7 @@ def create_head(
     Args:
         in_chans: channels of the map.
         grid: rows and columns of the map.
-        num_classes: classes; 0 omits the class layer.
+        num_classes: classes; 0 omits the class layer, and leaves ``pooled`` alone to call.
         routing: a name of :data:`HEADS`.
         even_couplings: do not route: each child votes evenly, with couplings of 1 over the number of parents (of
             children, in ``routing_pool``) in one iteration, whatever ``num_iters`` is. The parameters are those of the
@@ -275,7 +275,9 @@ def head_arguments(routing: str, options: Optional[Set[str]] = None) -> List[str
     if routing not in HEADS:
         raise unknown_routing(routing)
     parameters = inspect.signature(HEADS[routing].__init__).parameters
-    names = [name for name in parameters if name not in ("self", *_MAP_ARGUMENTS)] + ["even_couplings"]
+    names = [name for name in parameters if name not in ("self", "routing", *_MAP_ARGUMENTS)] + [
+        "even_couplings"
+    ]
     for name in sorted(options or ()):
         if name not in names:
             raise ValueError(unknown_name(f"argument of the {routing} head", name, names))

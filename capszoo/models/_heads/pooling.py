@@ -47,18 +47,6 @@ class AverageHead(CapsuleHead):
 class MaxHead(AverageHead):
     """Maximum pooling and a linear layer."""
 
-    def __init__(
-        self,
-        in_chans: int,
-        grid: Tuple[int, int],
-        num_classes: int,
-        routing: str = "max",
-        proj_chans: int = 0,
-        max_grid: int = 0,
-        drop_rate: float = 0.0,
-    ) -> None:
-        super().__init__(in_chans, grid, num_classes, routing, proj_chans, max_grid, drop_rate)
-
     def _pooled(self, x: Tensor) -> Tensor:
         return self._map(x).amax(dim=(2, 3))
 
