@@ -139,7 +139,9 @@ class LoadedModel:
 
         path = Path(path)
         alone = names_onnx_file(path)
-        device = next(self.net.parameters()).device
+        device = next(
+            (parameter.device for parameter in self.net.parameters()), "cpu"
+        )  # an exported file has none
         try:
             net = self.net.cpu()
             if alone:

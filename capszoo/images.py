@@ -42,6 +42,7 @@ __all__ = [
     "image_formats",
     "invert",
     "is_deep",
+    "is_hidden",
     "is_visible_image",
     "looks_inverted",
     "one_line_errors",
@@ -78,6 +79,7 @@ logging.getLogger("PIL").addHandler(logging.NullHandler())
 
 # The limit here raises an error, and is lower than the size at which Pillow only warns.
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
+warnings.filterwarnings("ignore", module=r"PIL\.")  # damaged EXIF data, in raw lines
 
 #: Pixels converted at a time where Pillow has no conversion.
 _STRIP = 2**20
@@ -116,9 +118,12 @@ def is_visible_image(path: str) -> bool:
 
     Hidden files are metadata such as macOS's ``._a.jpg``, hidden folders hold copies such as thumbnails.
     """
-    if path.startswith(".") or f"{os.sep}." in path:
-        return False
-    return os.path.splitext(path)[1].lower() in IMAGE_SUFFIXES
+    return not is_hidden(path) and os.path.splitext(path)[1].lower() in IMAGE_SUFFIXES
+
+
+def is_hidden(path: str) -> bool:
+    """True for a relative path of a hidden file, or of one in a hidden folder."""
+    return path.startswith(".") or f"{os.sep}." in path
 
 
 def find_images(paths: Iterable[str | Path]) -> list[Path]:
@@ -285,7 +290,10 @@ def _upright(image: Image.Image, name: str | Path) -> Image.Image:
         raise CapszooError(f"{name}: has no pixels", "give another image")
     lost = "; ".join(lost_of(image))
     image.load()
-    upright = ImageOps.exif_transpose(image)
+    try:
+        upright = ImageOps.exif_transpose(image)
+    except Exception:  # EXIF data that cannot be read state no orientation
+        upright = image.copy()
     upright.info |= {_STATED: None, _LOST: lost}
     if (declared := stated_range(image)) is not None:  # a copy has no tags
         upright.info[_STATED] = declared
@@ -409,7 +417,7 @@ def to_8_bits(
         np.asarray(image.crop((0, top, image.width, min(top + rows, image.height))))
         for top in range(0, image.height, rows)
     ]
-    lowest, highest = _extremes(strips)
+    lowest, highest = value_extremes(strips)
     (black, white), note = _black_and_white(image, lowest, highest, value_range, name)
     scaled = [
         np.rint((np.nan_to_num(strip.astype(np.float64), nan=black) - black) / (white - black) * 255)
@@ -421,12 +429,8 @@ def to_8_bits(
     return Image.fromarray(picture), "; ".join(said for said in (lost, note) if said)
 
 
-def value_extremes(image: Image.Image) -> ValueRange:
-    """Smallest and largest value of an image in grey; infinite ones and NaN do not count."""
-    return _extremes([np.asarray(image)])
-
-
-def _extremes(strips: list[np.ndarray]) -> ValueRange:
+def value_extremes(strips: Sequence[np.ndarray]) -> ValueRange:
+    """Smallest and largest value of an image in grey, in parts; infinite ones and NaN do not count."""
     lowest, highest = np.inf, -np.inf
     for strip in strips:
         if (finite := strip[np.isfinite(strip)]).size:

@@ -31,12 +31,14 @@ from .images import (
     invert,
     looks_inverted,
     one_line_errors,
-    open_image,
     pad_to,
     resize_and_crop,
     to_8_bits,
     to_mode,
     upright_picture,
+)
+from .images import (
+    open_image as load_image,
 )
 
 __all__ = [
@@ -65,15 +67,6 @@ _RESAMPLING = {
     "box": Image.Resampling.BOX,
     "hamming": Image.Resampling.HAMMING,
 }
-
-
-def load_image(path: str | Path) -> Image.Image:
-    """Read an image file, upright: :func:`capszoo.images.open_image` of a path.
-
-    Raises:
-        CapszooError: the file is missing, not an image, damaged, or has too many pixels.
-    """
-    return open_image(path)
 
 
 def is_image_like(value: object) -> bool:

@@ -104,8 +104,9 @@ class ImagePrediction:
             raise CapszooError(self.error or f"{self.image}: no classes")
         return self.top[0]
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self, key: str = "image") -> dict[str, Any]:
+        """As JSON; ``key`` is that of ``image``."""
         if self.error:
-            return {"image": self.image, "error": self.error}
-        answer = {"image": self.image, "predictions": [asdict(scored) for scored in self.top]}
+            return {key: self.image, "error": self.error}
+        answer = {key: self.image, "predictions": [asdict(scored) for scored in self.top]}
         return answer | ({"notes": list(self.notes)} if self.notes else {})

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageChops
 from typer.testing import CliRunner
 
 from tests.support.errors import refuses
@@ -160,6 +160,8 @@ def test_the_service_answers_from_a_file(files: dict[str, Path], digits: Path, t
     served = AppModel(str(files["file"]), tmp_path)
     with Image.open(next((digits / "test" / "7").iterdir())) as image:
         assert served.answer(image, explained=False).label == "7"
+        dark = served.answer(ImageChops.invert(image), explained=False, swap=False)
+        assert any("inverted" in note for note in dark.notes)
     assert not served.routes and not list(tmp_path.iterdir())
 
 
@@ -199,8 +201,13 @@ def test_settings_of_a_file_are_fixed(files: dict[str, Path]) -> None:
         found.weights()
     with pytest.raises(ExportError, match="exported"):
         export(found.create(device="cpu"), "again.onnx")
-    with pytest.raises(CapszooError):
-        capszoo.load(str(files["file"])).explain(Image.new("L", (28, 28)))
+    loaded, image = capszoo.load(str(files["file"])), Image.new("L", (28, 28), 9)
+    for method in ("couplings", "gradient"):
+        with pytest.raises(CapszooError):
+            loaded.explain(image, method=method)
+    assert loaded.explain(image, method="occlusion").heat.shape == (7, 7)
+    with pytest.raises(CapszooError, match="exported"):
+        loaded.export("again.onnx")
 
 
 def test_a_file_of_another_exporter_is_refused(files: dict[str, Path], tmp_path: Path) -> None:

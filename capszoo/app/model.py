@@ -180,18 +180,21 @@ class AppModel:
         feed = {self._session.get_inputs()[0].name: seen[None].numpy()}
         return {name: out[0] for name, out in zip(self.outputs, self._session.run(None, feed), strict=True)}
 
-    def answer(self, image: Image.Image, drawn: bool = False, explained: bool = True) -> Answer:
-        """Classify an image and explain the answer. One that looks inverted is read with dark and bright swapped.
+    def answer(
+        self, image: Image.Image, drawn: bool = False, explained: bool = True, swap: bool = True
+    ) -> Answer:
+        """Classify an image and explain the answer.
 
         Args:
             image: of any mode and size.
             drawn: centre and scale the image like MNIST's digits.
             explained: compute the couplings as well.
+            swap: read an image that looks inverted with dark and bright swapped.
         """
         start = time.perf_counter()
         transform = self.drawing_transform if drawn else self.transform
         view, notes = transform.read(image)
-        if not drawn and any("--invert" in note for note in notes):  # the page has no such option
+        if swap and not drawn and any("--invert" in note for note in notes):
             view, notes = self.inverted_transform.read(image)
             notes = (*notes, "dark on bright: read with dark and bright swapped")
         seen = transform.normalise(view)

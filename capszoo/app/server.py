@@ -22,6 +22,7 @@ from typing import Any
 from .._utils.choices import EXTRAS
 from ..errors import CapszooError, first_line, require
 from ..images import open_image
+from ..scores import ImagePrediction, ScoredClass
 from .model import MAX_FILE_MB, MAX_PIXELS, AppModel
 
 __all__ = ["Metrics", "create_app", "serve"]
@@ -117,20 +118,12 @@ def create_app(model: AppModel, queue: int = 64) -> Any:
     def classify(data: bytes, topk: int) -> dict[str, Any]:
         with turn:  # decoding too: a small file may decode to many pixels
             image = open_image(data, name="the body", max_pixels=MAX_PIXELS)
-            answer = model.answer(image, explained=False)
-        top = answer.scores.argsort()[::-1][:topk].tolist()
-        return {
-            "model": model.name,
-            "predictions": [
-                {
-                    "index": i,
-                    "label": answer.labels[i],
-                    "score": float(answer.scores[i]),
-                    "probability": float(answer.probabilities[i]),
-                }
-                for i in top
-            ],
-        }
+            answer = model.answer(image, explained=False, swap=False)
+        top = (
+            ScoredClass(i, answer.labels[i], float(answer.scores[i]), float(answer.probabilities[i]))
+            for i in answer.scores.argsort()[::-1][:topk].tolist()
+        )
+        return ImagePrediction(model.name, tuple(top), notes=answer.notes).to_dict(key="model")
 
     @app.post("/predict")
     async def predict(request: Request, response: Response, topk: int = Query(5, ge=1, le=1000)) -> Any:

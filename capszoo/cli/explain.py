@@ -58,7 +58,7 @@ OutOption = Annotated[
         "--out",
         "-o",
         metavar="FILE",
-        help="Picture to write, .png, .pdf or .svg (default: the sub-command's name, .png).",
+        help="Picture to write, such as .png, .pdf or .svg (default: the sub-command's name, .png).",
     ),
 ]
 ClassOption = Annotated[

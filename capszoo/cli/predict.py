@@ -161,7 +161,7 @@ def _check_out(out: Path | None, ray: str | None, as_json: bool, runtime: str) -
             raise UsageError(
                 f"--out {out}: parquet is written with --ray", "give --ray local, or a .csv file"
             )
-        if out is not None and out.suffix != ".csv":
+        if out is not None and out.suffix.lower() != ".csv":
             raise UsageError(f"--out {out} is no .csv file", "for JSON use --json")
         return
     if out is None or out.suffix != ".parquet":

@@ -351,14 +351,11 @@ def shift_in_margin(images: Tensor, draws: Tensor) -> Tensor:
 
 def erase(images: Tensor, draws: Tensor, side: int) -> Tensor:
     """Blacken a square of each image, inside it; ``draws`` [b, 2] in 0..1 determine its first row and column."""
-    inside = []
-    for axis, u in zip((2, 3), draws.to(images.device).unbind(1), strict=True):
-        size = images.shape[axis]
-        first = (u * (max(size - side, 0) + 1)).floor()[:, None]
-        position = torch.arange(size, device=images.device)
-        inside.append((position >= first) & (position < first + side))  # [b, size]
-    square = inside[0][:, None, :, None] & inside[1][:, None, None, :]
-    return images.masked_fill(square, 0)
+    sizes, draws = images.shape[2:], draws.to(images.device)
+    top, left = (
+        (u * (max(size - side, 0) + 1)).floor() for u, size in zip(draws.unbind(1), sizes, strict=True)
+    )
+    return images.masked_fill(rectangles(images, top, top + side, left, left + side), 0)
 
 
 def affine_matrices(degrees: Tensor, shear: Tensor, scale_y: Tensor, scale_x: Tensor) -> Tensor:
@@ -461,6 +458,8 @@ def frame(
 ) -> Tensor:
     """uint8 [n, c, h, w] to uint8 [n, c, *size], framed like files (``capszoo.images.resize_and_crop``).
 
+    A crop begins at a whole pixel, so it may be half of one away from a file's.
+
     Args:
         images: the images.
         size: rows and columns of the result.
@@ -476,6 +475,8 @@ def frame(
         return resize(images[..., top : top + tall, left : left + wide], size)
     if crop_mode == "squash":
         return resize(images, size)
+    if len(mean) not in (0, images.shape[1]):  # of a model for colour, and images in grey
+        mean = (sum(mean) / len(mean),) * images.shape[1]
     scale = min(down, across)
     tall, wide = max(1, round(height * scale)), max(1, round(width * scale))
     fill = torch.tensor([round(255 * value) for value in mean] or [0], device=images.device)

@@ -14,7 +14,7 @@ from .folders import find_splits
 from .folders.common import unreadable
 from .sets import ImageSet, StreamedSet
 from .sources import load_dataset
-from .specs import DATASETS, PREFIXES, dataset_spec, is_data_set, source_name
+from .specs import DATASETS, PREFIXES, check_name, dataset_spec, is_data_set, source_name
 from .summary import summarise
 
 __all__ = ["build_h_imagenet", "check_set", "fetch_set"]
@@ -32,6 +32,7 @@ def check_set(name: str, data: str | Path | None = None) -> Iterator[str]:
     """
     if not is_data_set(name) and expanded(name).exists():
         name = source_name(name)
+    check_name(name)
     if name in DATASETS:
         splits = list(DATASETS[name].counts)
     else:  # a folder of classes alone has no splits, and is all training images

@@ -350,7 +350,7 @@ def _look_at(encoded: bytes | Path, source: Path | str, ranges: bool) -> _Look |
             if not ranges or not is_deep(image):
                 return _Look(header, None, *about)
             floats, declared = image.mode == "F", stated_range(image)
-        low, high = declared or value_extremes(open_image(encoded, name=source))
+        low, high = declared or value_extremes([np.asarray(open_image(encoded, name=source))])
         return _Look(header, _Values(floats, low, high, declared is not None), *about)
     except Exception:
         return None
@@ -460,12 +460,10 @@ def _parquet_table(path: Path) -> tuple[Any, str, str]:
     return table, image_column, label_column
 
 
-def parquet_cells(
-    files: Sequence[Path], paths_below: Path | None = None
-) -> tuple[list[tuple[bytes | Path, Path]], list[int | str]]:
+def parquet_cells(files: Sequence[Path]) -> tuple[list[tuple[bytes | Path, Path]], list[int | str]]:
     """The encoded images of parquet shards, each with its shard, and their labels."""
     asked = os.environ.get("CAPSZOO_IMAGE_PATHS")
-    folder = paths_below or (expanded(asked) if asked else None)
+    folder = expanded(asked) if asked else None
     encoded: list[tuple[bytes | Path, Path]] = []
     labels: list[int | str] = []
     for path in files:
@@ -525,11 +523,10 @@ def read_parquet(
     files: Sequence[str | Path],
     channels: int | None,
     side: Side | None = None,
-    paths_below: Path | None = None,
     framing: Framing | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As ``read_labelled_parquet``, of files whose labels are whole numbers: images, and labels int64 [n]."""
-    images, labels = read_labelled_parquet(files, channels, side, paths_below, framing)
+    images, labels = read_labelled_parquet(files, channels, side, framing)
     if any(isinstance(label, str) for label in labels):
         raise DataError(f"{files[0]}: the labels are text; this data set's are whole numbers")
     return images, torch.tensor(labels, dtype=torch.int64)
@@ -539,18 +536,17 @@ def read_labelled_parquet(
     files: Sequence[str | Path],
     channels: int | None,
     side: Side | None = None,
-    paths_below: Path | None = None,
     framing: Framing | None = None,
 ) -> tuple[Tensor, list[int | str]]:
     """Read parquet shards with one image column (a struct with ``bytes``, or plain bytes) and one column of labels.
 
-    A string column of images, which would name files of this machine, is refused unless a folder is given.
+    A string column of images, which would name files of this machine, is refused unless ``CAPSZOO_IMAGE_PATHS`` names
+    the folder that they are below.
 
     Args:
         files: all shards of one split.
         channels: 1 decodes to grey, 3 to RGB; None: RGB if any of the images has colour.
         side: height and width of the images, or side of a square; None: they must all have the same size.
-        paths_below: strings are paths of images below this folder; None uses ``CAPSZOO_IMAGE_PATHS``.
         framing: as for ``decode_image``.
 
     Returns:
@@ -560,7 +556,7 @@ def read_labelled_parquet(
     if not paths:
         raise DataError("no parquet file given")
     _check_shards(paths)
-    encoded, labels = parquet_cells(paths, paths_below)
+    encoded, labels = parquet_cells(paths)
     mode = MODES[channels or look_at_set(encoded.__getitem__, len(encoded), ranges=False).channels]
     if not encoded:
         raise DataError(f"{paths[0].parent} holds no images")

@@ -79,11 +79,6 @@ def _read_cifar(spec: DatasetSpec, split: str, folder: Path) -> tuple[Tensor, Te
     return read_cifar_binary(present, 1 if spec.name == "cifar10" else 2) if present else None
 
 
-def _read_svhn(split: str, folder: Path) -> tuple[Tensor, Tensor] | None:
-    path = folder / f"{split}_32x32.mat"
-    return read_svhn_mat(path) if path.is_file() else None
-
-
 def _read_norb(spec: DatasetSpec, split: str, folder: Path) -> tuple[Tensor, Tensor] | None:
     """Images [n, 2, 96, 96] and labels of smallNORB; for its viewpoint sets, only the images that belong to them."""
     stem = _NORB_STEMS["train" if split == "train" else "test"]
@@ -118,7 +113,8 @@ def _read_split(spec: DatasetSpec, split: str, folder: Path) -> tuple[Tensor, Te
     if spec.name in ("cifar10", "cifar100"):
         return _read_cifar(spec, split, folder)
     if spec.name == "svhn":
-        return _read_svhn(split, folder)
+        path = folder / f"{split}_32x32.mat"
+        return read_svhn_mat(path) if path.is_file() else None
     pair = idx_pair(folder, _IDX[split])
     if pair is None:
         return None

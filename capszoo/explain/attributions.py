@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from ..errors import require
+from ..errors import CapszooError, require
 
 __all__ = ["ATTRIBUTIONS", "attribution", "grid_of", "require_captum", "tile_index"]
 
@@ -83,6 +83,8 @@ def _gradient(scores: nn.Module, pixels: Tensor, target: int, index: Tensor) -> 
     """Gradient × pixel (Shrikumar et al. 2016, arXiv:1605.01713), summed over the pixels of a tile."""
     from captum.attr import InputXGradient
 
+    if next(scores.parameters(), None) is None:
+        raise CapszooError("an exported file has no gradients", "use --method occlusion")
     with torch.enable_grad():
         values = InputXGradient(scores).attribute(pixels.clone().requires_grad_(), target=target)
     sums = torch.zeros(int(index.max()) + 1, dtype=values.dtype, device=values.device)

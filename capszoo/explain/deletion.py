@@ -127,7 +127,7 @@ def _falls(
         # all but the last step, after which the image is black in every order
         blackened.append(rank[index] < torch.arange(1, steps)[:, None, None])
     pixels = explanation.image * ~torch.cat(blackened)[:, None]
-    like = next(model.parameters())
+    like = next(model.parameters(), torch.empty(0))  # an exported file has none
     mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (transform.mean, transform.std))
     with evaluating(model), torch.inference_mode():
         scores = model(((pixels - mean) / std).to(like.device, like.dtype)).float().cpu()

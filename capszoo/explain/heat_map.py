@@ -207,7 +207,7 @@ def explain(
     if not labels:
         raise UsageError(f"{type(model).__name__} has no classes", "create it with num_classes above 0")
     chosen = None if target is None else class_index(target, labels)
-    like = next(model.parameters())
+    like = next(model.parameters(), torch.empty(0))  # an exported file has none
     batch = x[None].to(like.device, like.dtype)
     with evaluating(model):
         if method == "couplings":

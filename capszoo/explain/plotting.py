@@ -125,7 +125,7 @@ def save(figure: Any, path: str | Path, about: str | None = None) -> Path:
     path = Path(path)
     metadata = {"Description": about} if about else None
     if path.suffix.lower() not in PICTURE_SUFFIXES:
-        raise UsageError(f"{path}: cannot write this kind of file", "use .png, .pdf or .svg")
+        raise UsageError(f"{path}: cannot write this kind of file", f"use {' or '.join(PICTURE_SUFFIXES)}")
     scales = [axis for axes in figure.axes for axis in (axes.xaxis, axes.yaxis) if axis.get_scale() == "log"]
     powers = {text for axis in scales for text in axis.findobj(Text)}  # their 10^2 is a formula
     words = set(figure.findobj(Text)) - powers

@@ -60,7 +60,10 @@ def open_image(path: str | Path, max_pixels: int = MAX_PIXELS) -> Image.Image:
             raise ValueError("in LAB colours: save it in grey or RGB")
         lost = "; ".join(lost_of(file))
         file.load()
-        image = ImageOps.exif_transpose(file)
+        try:
+            image = ImageOps.exif_transpose(file)
+        except Exception:  # EXIF data that cannot be read state no orientation
+            image = file.copy()
         image.info |= {STATED: None, LOST: lost}
         if (declared := stated_range(file)) is not None:  # a copy has no tags
             image.info[STATED] = declared

@@ -250,14 +250,21 @@ def test_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     rng = np.random.default_rng(0)
-    features = datasets.Features({"picture": datasets.Image(), "kind": datasets.ClassLabel(names=["x", "y"])})
+    features = datasets.Features(
+        {
+            "camera": datasets.ClassLabel(names=["phone", "scanner"]),
+            "picture": datasets.Image(),
+            "label": datasets.ClassLabel(names=["x", "y"]),  # a usual name goes before another
+        }
+    )
     repository = tmp_path / "repository"
     pixels = {
         split: rng.integers(0, 256, (count, 16, 16), dtype=np.uint8)
         for split, count in (("train", 6), ("test", 3))
     }
     for split, arrays in pixels.items():
-        rows = {"picture": [], "kind": [k % 2 for k in range(len(arrays))]}
+        labels = [k % 2 for k in range(len(arrays))]
+        rows = {"camera": [0] * len(arrays), "picture": [], "label": labels}
         for k, array in enumerate(arrays):
             path = write_image(tmp_path / "raw" / split / f"{k}.png", array)
             rows["picture"].append({"bytes": path.read_bytes(), "path": None})
@@ -393,6 +400,9 @@ def test_a_photo_is_turned_upright_as_predict_does(tmp_path: Path) -> None:
     upright = np.asarray(load_image(tmp_path / "a" / "0.png"))
     np.testing.assert_array_equal(found.images[0].permute(1, 2, 0).numpy(), upright)
     assert upright[0, 0, 0] != upright[0, -1, 0]
+    for kind in ("png", "webp"):  # as viewers do, without an orientation
+        Image.fromarray(pixels).save(tmp_path / f"damaged.{kind}", exif=b"Exif\0\0garbage", lossless=True)
+        np.testing.assert_array_equal(np.asarray(load_image(tmp_path / f"damaged.{kind}")), pixels)
 
 
 @pytest.mark.parametrize("in_memory", [True, False])
@@ -613,6 +623,7 @@ def test_images_of_another_shape_are_framed(tmp_path: Path, size: Any, crop_mode
     stored = ImageSet(found.spec, "train", torch.from_numpy(strip)[None, None], torch.zeros(1))
     from_memory = frame(stored.images, (rows, columns), crop_mode, (0.5,))
     assert (from_memory.int() - found.images[:1].int()).abs().max() <= 1
+    torch.testing.assert_close(frame(stored.images, (rows, columns), crop_mode, (0.4, 0.5, 0.6)), from_memory)
 
 
 def put(folder: Path, *places: str, shape: tuple[int, ...] = (9, 9, 3), count: int = 2) -> Path:
@@ -795,6 +806,7 @@ def test_class_names_in_two_forms_of_unicode_are_one(tmp_path: Path) -> None:
         ("t.txt", "in/0.png dog\nin/1.png cat\nin/2.png cat\n", ("cat", "dog")),
         ("t.csv", "0;dog\n1;cat\n2;cat\n", ("cat", "dog")),
         ("t.csv", 'name,label\n"in/0.png","a, b"\n"1.png",c\n2,c\n', ("a, b", "c")),
+        ("t.tsv", "in/0.png\ta, b\nin/1.png\tc\nin/2.png\tc\n", ("a, b", "c")),
     ],
 )
 def test_a_table_beside_its_images(tmp_path: Path, table: str, text: str, classes: tuple[str, ...]) -> None:
@@ -830,6 +842,8 @@ def test_a_table_has_splits(tmp_path: Path) -> None:
         ("file_name,label\n0.png,a\n0.png,b\n", "0.png"),
         ("file_name,label\n0.png,\n1.png,a\n", ("empty", "label")),
         ("file_name,label,x\n0.png,a\n", ("2", "cells")),
+        ("gone.heic,a\n0.png,a\n1.png,b\n", "gone.heic"),
+        ("file_name,label\n", "rows"),
         ("file_name,MEL,NV\n0.png,1,0\n", ("file_name", "MEL", "NV")),
     ],
 )

@@ -163,7 +163,8 @@ def _label_column(rows: Any) -> str | None:
     import datasets
 
     kinds = rows.features
-    declared = (key for key, kind in kinds.items() if isinstance(kind, datasets.ClassLabel))
+    declared = [key for key, kind in kinds.items() if isinstance(kind, datasets.ClassLabel)]
+    declared.sort(key=lambda key: key not in LABEL_COLUMNS)  # a usual name first
     plain = (
         key
         for key in LABEL_COLUMNS

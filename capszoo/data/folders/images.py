@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from capszoo.errors import CapszooError
-from capszoo.images import Framing, files_below, is_visible_image
+from capszoo.images import Framing, files_below, is_hidden, is_visible_image
 
 from ..errors import DataError
 from ..readers import MODES, decode_image
@@ -310,16 +310,12 @@ def _listed(root: Path, numbers: dict[str, int]) -> _Listed:
         except CapszooError as error:
             raise DataError(error.message, error.remedy) from error
         images = [path for path in below if is_visible_image(path)]
-        others = (path for path in below if not (is_visible_image(path) or _is_hidden(path)))
+        others = (path for path in below if not (is_visible_image(path) or is_hidden(path)))
         if counts := Counter(map(suffix_of, others)):
             unread[kind] = counts
         paths += images
         targets += [label] * len(images)
     return _Listed(tuple(paths), targets, unread)
-
-
-def _is_hidden(path: str) -> bool:
-    return path.startswith(".") or f"{os.sep}." in path
 
 
 def open_h_imagenet(

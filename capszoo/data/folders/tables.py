@@ -12,7 +12,7 @@ from pathlib import Path
 
 from capszoo._utils.files import expanded
 from capszoo.errors import CapszooError
-from capszoo.images import IMAGE_SUFFIXES, Framing, files_below, is_visible_image
+from capszoo.images import Framing, files_below, is_visible_image
 
 from ..errors import DataError
 from ..readers import LABEL_COLUMNS, MODES
@@ -53,15 +53,17 @@ def _read(table: Path, files: _Files | None = None) -> list[_Row]:
         if table.stat().st_size > _MAX_BYTES:
             raise DataError(f"{table} has {table.stat().st_size:,} bytes, which no table of labels has")
         text = table.read_text(encoding="utf-8-sig")
-        sign = next((sign for sign in ",;\t" if sign in text.lstrip().partition("\n")[0]), None)
+        sign = next((sign for sign in "\t,;" if sign in text.lstrip().partition("\n")[0]), None)
         lines = csv.reader(io.StringIO(text, newline=""), delimiter=sign) if sign else _two_columns(text)
         cells = [row for row in lines if any(cell.strip() for cell in row)]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise DataError(f"cannot read {table}: {error}", "save it as CSV in UTF-8") from error
     if not cells:
         raise DataError(f"{table} is empty", "give each image a row: file name, label")
-    file, label, split, start = _columns(table, [cell.strip() for cell in cells[0]])
-    if start and len(cells[0]) == 2 and files is not None and files.find(cells[0][0].strip()) is not None:
+    first = [cell.strip() for cell in cells[0]]
+    file, label, split, start = _columns(table, first)
+    named = first[0].casefold() in _FILE_COLUMNS and first[1].casefold() in LABEL_COLUMNS
+    if start and len(first) == 2 and not named and files is not None and files.find(first[0]) is not None:
         start = 0
     rows = []
     for number, row in enumerate(cells[start:], start=start + 1):
@@ -89,8 +91,7 @@ def _columns(table: Path, first: Sequence[str]) -> tuple[int, int, int | None, i
 
     file, label, split = column(_FILE_COLUMNS), column(LABEL_COLUMNS), column(_SPLIT_COLUMNS)
     if len(first) == 2:
-        headed = os.path.splitext(first[0])[1].lower() not in IMAGE_SUFFIXES
-        return 0, 1, None, int(headed)
+        return 0, 1, None, int(not os.path.splitext(first[0])[1])
     if file is None or label is None:
         what = "file names" if file is None else "labels"
         usual = "file_name" if file is None else "label"
@@ -162,7 +163,8 @@ def open_table(
     parts = _splits(_read(table, files))
     part = next((key for key in (split, *(["val"] if split == "test" else [])) if key in parts), None)
     if part is None:
-        raise DataError(f"{table} has no rows of a {split} split, only {', '.join(sorted(parts))}")
+        only = f" of a {split} split, only {', '.join(sorted(parts))}" if parts else ""
+        raise DataError(f"{table} has no rows{only}")
     folder = table.parent
     rows = _found(table, parts[part], files, skipped)
     training = parts.get("train", parts[part])
@@ -176,7 +178,8 @@ def open_table(
     spec = folder_spec(name, label_names, (look.channels, *size), len(paths), split)
     spec, framing = settled(spec, framing, look, side)
     notes = [
-        f"{len(parts[key]):,} rows of the split {key} are not read" for key in sorted(parts.keys() - SPLITS)
+        f"{len(parts[key]):,} rows {f'of the split {key}' if key else 'without a split'} are not read"
+        for key in sorted(parts.keys() - SPLITS)
     ]
     unnamed = len(files.by_path) - sum(map(len, parts.values()))
     if unnamed > 0:
