@@ -22,7 +22,6 @@ the answer. The loop is here because runs of seconds would take longer to write 
 from __future__ import annotations
 
 import argparse
-import copy
 import json
 import math
 import os
@@ -450,7 +449,7 @@ def train(job: Job, rate: float, images: Digits) -> dict[str, Any]:
         if level is not None and matched is None and (step + 1) % (job.updates // looks) == 0:
             found = accuracy(net, images.validation)
             if found >= level:
-                matched = {"update": step + 1, "validation": found, **_tested(copy.deepcopy(net), images)}
+                matched = {"update": step + 1, "validation": found, **_tested(net, images)}
             net.train()
     record: dict[str, Any] = {"validation": accuracy(net, images.validation)}
     if job.claim != "rates":  # a trial never sees the test images
@@ -486,7 +485,7 @@ def _tested(net: nn.Module, images: Digits) -> dict[str, Any]:
     return found | {
         "corrupted": round(statistics.mean(changed.values()), 4),
         "corruptions": changed,
-        "ece": round(calibrate(target, target.on(images.validation)).raw.ece, 4),
+        "ece": round(calibrate(target, "").raw.ece, 4),
     }
 
 
@@ -616,6 +615,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         *missing_measurements(args.scale),
         *missing(args.scale),
     ]
+    claims = {one.claim for one in measurements(args.scale)} | {one.claim for one in jobs(args.scale)}
+    if unknown := sorted(set(args.claims) - claims):
+        parser.error(f"unknown claim {', '.join(unknown)}: it is one of {', '.join(sorted(claims))}")
     wanted = [(one, seconds) for one, seconds in everything if not args.claims or one.claim in args.claims]
     if args.missing:
         for claim in dict.fromkeys(one.claim for one, _ in wanted):

@@ -106,7 +106,6 @@ class ExportOptions:
         opset: ONNX opset; refused if the exporter would silently use another. None: 20, for bf16 22 (the first
             with bfloat16 convolutions).
         batch: (smallest, usual, largest) batch the file must serve; one number fixes the batch.
-        dynamic_batch: False fixes the batch at the usual one.
         input_size: channels, height and width; None uses the model's.
         precision: ``fp32``, ``fp16``, ``bf16`` or ``int8``; inputs and outputs stay float32, as do norms, squash,
             softmax logits and EM variances. With ``int8``, convolutions and large linear layers outside of the routing
@@ -136,7 +135,6 @@ class ExportOptions:
     outputs: Sequence[str] = ("scores",)
     opset: int | None = None
     batch: tuple[int, int, int] | int = (1, 8, 32)
-    dynamic_batch: bool = True
     input_size: tuple[int, int, int] | None = None
     precision: str = "fp32"
     uint8_input: bool = False
@@ -156,6 +154,10 @@ class ExportOptions:
         if isinstance(self.outputs, str):
             raise UsageError(f"outputs are a sequence, not {self.outputs!r}", f"give ({self.outputs!r},)")
         _each_of("output", self.outputs, OUTPUTS)
+        if self.opset is not None and self.precision == "bf16" and self.opset < 22:
+            raise UsageError(
+                f"opset {self.opset} has no bfloat16 convolutions", "leave --opset out, or give 22"
+            )
         if self.opset is not None and self.opset < MIN_OPSET:
             raise UsageError(
                 f"opset {self.opset} cannot be written",
@@ -219,7 +221,7 @@ class ExportOptions:
     def profile(self) -> tuple[int, int, int]:
         """Smallest, usual and largest batch."""
         smallest, usual, largest = map(int, self._batch())  # numpy's are no JSON
-        return (smallest, usual, largest) if self.dynamic_batch else (usual, usual, usual)
+        return smallest, usual, largest
 
     @property
     def target(self) -> str:

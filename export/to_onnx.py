@@ -322,6 +322,7 @@ def _describe_in_file(proto: onnx.ModelProto, prepared: PreparedModel, report: E
         "weights_sha256": info.sha256 if info else "",
         "state_sha256": state_digest(model),
         "precision": report.precision,
+        "tolerance": report.tolerance,
         "routing_iters": report.routing_iters,
         "preprocess": spec,
         "labels": label_names(model),

@@ -38,13 +38,12 @@ _CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _BATCHNORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
-def prepare_for_export(model: nn.Module, routing_iters: int | None = None, fold: bool = True) -> nn.Module:
+def prepare_for_export(model: nn.Module, routing_iters: int | None = None) -> nn.Module:
     """Copy a model and prepare the copy for export; it computes the same scores as the original in eval mode.
 
     Args:
         model: any classifier of the zoo or of timm; not modified.
         routing_iters: iterations of every routing; None keeps the model's number.
-        fold: fold BatchNorm into convolutions.
 
     Raises:
         UsageError: ``routing_iters`` below 1, or given for a model without routing.
@@ -56,8 +55,7 @@ def prepare_for_export(model: nn.Module, routing_iters: int | None = None, fold:
     # reconstructions are not an output of the graph; a network without them may compute with its decoder
     if isinstance(getattr(prepared, "decoder", None), nn.Module) and hasattr(prepared, "reconstruct"):
         setattr(prepared, "decoder", None)  # noqa: B010
-    if fold:
-        fold_batchnorm(prepared)
+    fold_batchnorm(prepared)
     _call_hooks(prepared)
     for module in prepared.modules():
         if isinstance(module, RoutingLayer):

@@ -327,21 +327,10 @@ def welch_interval(first: Sequence[float], second: Sequence[float]) -> tuple[flo
 
 def holm(p: dict[str, float]) -> set[str]:
     """Names whose p value remains significant at 5% with Holm's correction for their number."""
-    ascending = sorted(p, key=lambda name: p[name])
+    ascending = sorted(p, key=lambda name: (math.isnan(p[name]), p[name]))
     count = len(ascending)
     first_kept = next((k for k, name in enumerate(ascending) if not p[name] <= 0.05 / (count - k)), count)
     return set(ascending[:first_kept])
-
-
-def difference(row: Row, twin: Row) -> tuple[float, float]:
-    """Difference of two heads' mean accuracies, and half the width of its 95% confidence interval."""
-    return welch_interval(row.figures("test"), twin.figures("test"))[:2]
-
-
-def differ_by_holm(enough: list[Row], twin: Row) -> list[Row]:
-    """Heads whose difference to the twin remains significant at 5% with Holm's correction for their number."""
-    remain = holm({row.head: welch_interval(row.figures("test"), twin.figures("test"))[2] for row in enough})
-    return [row for row in enough if row.head in remain]
 
 
 def conclusion(found: list[Row]) -> list[str]:
@@ -350,7 +339,8 @@ def conclusion(found: list[Row]) -> list[str]:
     twin = enough.pop("avg", None)
     if twin is None or not enough:
         return ["There are too few runs for a conclusion: it needs three seeds of `avg` and of another head."]
-    remain = differ_by_holm(list(enough.values()), twin)
+    by = {head: welch_interval(row.figures("test"), twin.figures("test")) for head, row in enough.items()}
+    remain = holm({head: p for head, (_, _, p) in by.items()})
     lines = [
         f"Against average pooling ({plus_minus(twin)}), the difference of the means and half the width of its 95%",
         "confidence interval (Welch's t, since every head has its own variance):",
@@ -359,17 +349,19 @@ def conclusion(found: list[Row]) -> list[str]:
         "|---|---:|---|---|",
     ]
     words = []
-    for row in enough.values():
-        by, half = difference(row, twin)
-        words.append("no difference shown" if abs(by) <= half else f"{'more' if by > 0 else 'less'} accurate")
-        holm = "differs" if row in remain else "–"
-        lines.append(f"| {row.head} | {by:+.2f} ± {half:.2f} | {words[-1]} | {holm} |")
+    for head, (mean, half, _) in by.items():
+        words.append(
+            "no difference shown" if abs(mean) <= half else f"{'more' if mean > 0 else 'less'} accurate"
+        )
+        corrected = "differs" if head in remain else "–"
+        lines.append(f"| {head} | {mean:+.2f} ± {half:.2f} | {words[-1]} | {corrected} |")
     lines.append("")
     if "more accurate" not in words:
-        open_to = max(enough.values(), key=lambda row: sum(difference(row, twin)))
+        gains = {head: mean + half for head, (mean, half, _) in by.items()}
+        head = max(gains, key=lambda head: gains[head])
         lines += [
             "No head is shown to be more accurate. The largest gain that its interval does not exclude is "
-            f"{sum(difference(open_to, twin)):.2f} points ({open_to.head}).",
+            f"{gains[head]:.2f} points ({head}).",
         ]
     lines += [
         "With three seeds an interval is wide for a head whose seeds differ much. It covers the variation over seeds",

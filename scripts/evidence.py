@@ -12,7 +12,7 @@ import argparse
 import math
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -37,6 +37,7 @@ from benchmarks.evidence import (
     missing,
     missing_measurements,
 )
+from capszoo._pretrained.catalogue import checkpoints
 from capszoo.recipes.evaluation.adversarial import MASKED
 from scripts.comparison import holm, welch_interval, write_page
 
@@ -113,10 +114,16 @@ def head_of(model: str) -> str:
 
 
 def measured(claim: str, folder: Path) -> list[tuple[str, dict[str, Any]]]:
-    """Name and record of every measured checkpoint, in the order of the runs."""
-    rows = records(claim, folder)
+    """Name and record of every measured checkpoint, in the order of the runs; not of weights that were replaced."""
+    rows, known = records(claim, folder), checkpoints(aliases=False)
     models = (*HEAD_CHECKPOINTS.values(), *DIGIT_CHECKPOINTS)
-    return [(head_of(model), rows[model]) for model in models if model in rows]
+    current = (model for model in models if model in rows and rows[model]["sha256"] == known[model].sha256)
+    return [(head_of(model), rows[model]) for model in current]
+
+
+def image_counts(values: Iterable[int]) -> str:
+    """The numbers of images of several records."""
+    return " or ".join(f"{value:,}" for value in sorted(set(values)))
 
 
 def number(value: float, digits: int = 2) -> str:
@@ -165,7 +172,7 @@ def pose_lines(folder: Path) -> list[str]:
                 above_pooled.append((name, change))
     if not rows:
         return ["Not run yet."]
-    n, fitted = rows[0][1]["result"]["n"], rows[0][1]["result"]["fitted"]
+    n, fitted = (image_counts(row["result"][key] for _, row in rows) for key in ("n", "fitted"))
     pixels = {
         row["dataset"]: [_r2(pose_scores(row)[change, "pixels"]) for change in CHANGES] for _, row in rows
     }
@@ -253,7 +260,7 @@ def deletion_lines(folder: Path) -> list[str]:
     return [
         "Blackening the tiles that the routing's map marks most lowers the probability more than random order does in "
         f"{_of(len(better), len(with_map))} networks{which}, and less in {_of(len(worse), len(with_map))} "
-        f"(n = {rows[0][1]['images']} images each, by 95% intervals).",
+        f"(n = {image_counts(row['images'] for _, row in rows)} images each, by 95% intervals).",
         "",
         "The area over the curve in random order, and by how much that of each map's order exceeds it, with the 95% "
         "interval over the images: the mean fall of the predicted class's probability while the visible tiles of an "
@@ -347,7 +354,7 @@ def draw_ood(axes: Any, folder: Path) -> None:
 # -- attacks --------------------------------------------------------------------------------------------------------
 
 
-def attack_verdict(rows: list[tuple[str, dict[str, Any]]], n: int) -> str:
+def attack_verdict(rows: list[tuple[str, dict[str, Any]]], n: str) -> str:
     """What the attacks say of the heads, against average pooling at each radius."""
     heads = {name: row["result"]["radii"] for name, row in rows if name in HEAD_CHECKPOINTS}
     others = {name: radii for name, radii in heads.items() if name not in ("avg", "conv")}
@@ -381,7 +388,7 @@ def attack_lines(folder: Path) -> list[str]:
             cells.append(f"{one['accuracy']:.1f} ({between(one['interval'], 1)}), {stand}")
         cells.append("the attack failed" if failed else "yes" if row["result"]["masked"] else "no")
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    steps, n = rows[0][1]["result"]["steps"], rows[0][1]["result"]["n"]
+    steps, n = (image_counts(row["result"][key] for _, row in rows) for key in ("steps", "n"))
     return [
         attack_verdict(rows, n),
         "",
@@ -421,7 +428,7 @@ def masking_lines(folder: Path) -> list[str]:
     rows = measured("masking", folder)
     if not rows:
         return ["Not run yet."]
-    sizes, n = rows[0][1]["result"]["sizes"], rows[0][1]["result"]["n"]
+    sizes, n = rows[0][1]["result"]["sizes"], image_counts(row["result"]["n"] for _, row in rows)
     steps, radii = rows[0][1]["result"]["steps"], [one["eps"] for one in rows[0][1]["result"]["radii"]]
     flat, fooled, lines, stand = [], [], [], []
     for name, row in rows:
@@ -437,7 +444,7 @@ def masking_lines(folder: Path) -> list[str]:
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
         counts = [f"{one['own']} / {one['transfer']} / {one['only_transfer']}" for one in found["radii"]]
         stand.append(f"| {name} | " + " | ".join(counts) + " |")
-        if name != "avg" and max(one["only_transfer"] for one in found["radii"]) > MASKED * n:
+        if name != "avg" and max(one["only_transfer"] for one in found["radii"]) > MASKED * found["n"]:
             fooled.append(name)
     which = f" ({', '.join(fooled)})" if fooled else ""
     return [

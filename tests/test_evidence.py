@@ -195,6 +195,17 @@ def script(root: Path) -> Any:
     return load_script(root / "scripts" / "evidence.py")
 
 
+def test_replaced_weights_and_unknown_claims(
+    script: Any, evidence: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for key, row in evidence.kept("deletion").items():
+        evidence.keep("deletion", key, row | {"sha256": "0" * 64}, tmp_path)
+    assert not script.measured("deletion", tmp_path) and script.measured("deletion", script.KEPT)
+    with pytest.raises(SystemExit):
+        evidence.main(["poze", "--missing"])
+    assert "poze" in capsys.readouterr().err
+
+
 def test_the_page_is_up_to_date(script: Any) -> None:
     assert script.PAGE.read_text(encoding="utf-8") == script.page(), "run `make docs`"
     drawn = {f"evidence_{claim}" for claim, (done, _) in script.progress(script.KEPT).items() if done} - {

@@ -146,6 +146,15 @@ def test_check_compares_a_file_with_its_model(files: dict[str, Path], kind: str)
     assert steps == {"structure": True, "finite scores": True, "parity with eager": True}
 
 
+def test_check_takes_the_tolerance_of_the_export(files: dict[str, Path], tmp_path: Path) -> None:
+    proto = onnx.load(files["file"])
+    (stated,) = (one for one in proto.metadata_props if one.key == "tolerance")
+    stated.value = "1e-12"
+    onnx.save(proto, tmp_path / "strict.onnx")
+    found = {step.name: step for step in check_bundle(tmp_path / "strict.onnx").steps}["parity with eager"]
+    assert not found.passed and "1e-12" in found.detail
+
+
 def test_check_refuses_a_changed_file_and_another_model(files: dict[str, Path], tmp_path: Path) -> None:
     with refuses(CapszooError, names=["weights"]):
         check_bundle(files["file"], "resnet20_routingcaps.mnist_uniform")

@@ -21,13 +21,13 @@ __all__ = [
 
 #: Extra of the package -> modules that it installs, and the commands that need it.
 EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
-    "explain": (("matplotlib", "captum"), "explain, curves"),
+    "explain": (("matplotlib", "captum", "scipy"), "explain, curves, eval --deletion"),
     "train": (
         ("accelerate", "datasets", "yaml", "pyarrow", "scipy", "matplotlib", "tensorboard", "torchmetrics"),
         "train, finetune, eval, recipes, curves, publish",
     ),
     "export": (("onnx", "onnxscript", "onnxruntime"), "export, check, benchmark, predict --runtime onnx"),
-    "app": (("gradio", "onnx", "onnxscript", "onnxruntime", "matplotlib"), "app, publish --space"),
+    "app": (("gradio", "onnx", "onnxscript", "onnxruntime", "matplotlib"), "app"),
     "serve": (("fastapi", "uvicorn", "onnx", "onnxscript", "onnxruntime"), "serve"),
     "attack": (("art",), "eval --attack"),
     "ray": (("ray", "pyarrow"), "predict --ray"),

@@ -178,7 +178,7 @@ def eval_command(
     """Measure a model on a data set: accuracy, classes, robustness, calibration, routing."""
     if not robustness:
         if attack is None:
-            refuse_unused(context, ["eps", "steps"], "without --robustness", "add --robustness")
+            refuse_unused(context, ["eps", "steps"], "without --robustness", "add --robustness or --attack")
         if limit is None and not (corruptions or pose or deletion or attack):
             refuse_unused(context, ["seed"], "on all images", "add --limit N")
     if out is None:
@@ -230,7 +230,9 @@ def eval_command(
         routing=routing,
         counts=counts,
         corrupted=corruptions,
-        held_out=held_out_images(target, model, dataset, data, skip_bad) if calibration else None,
+        held_out=held_out_images(target, model, dataset, data, skip_bad, skip_unknown)
+        if calibration
+        else None,
         probes=probes,
         radii=None if eps is None else parse_radii(eps),
         steps=steps,
@@ -433,7 +435,7 @@ def _print_calibration(calibration: CalibrationResult) -> None:
         )
     out.print(table)
     if calibration.fitted_on is not None:
-        out.print(f"temperature: fitted on {calibration.fitted_on:,} images that training held out")
+        out.print(f"temperature: fitted on {calibration.fitted_on:,} validation images")
     else:
         out.print(f"no temperature: {escape(calibration.reason)}", soft_wrap=True)
 

@@ -43,7 +43,7 @@ class Deletion:
             blackened; 0 where either is constant.
         hottest, coldest, random: fall of the predicted class's probability, in 0..1.
         gain: differences hottest - random and random - coldest.
-        margin: half of their 95% intervals, paired by image.
+        margin: half of their 95% intervals (Student's t), paired by image.
     """
 
     n: int
@@ -138,10 +138,12 @@ def _falls(
 
 
 def _summary(rows: Tensor) -> Deletion:
+    from scipy.stats import t
+
     n = len(rows)
     correlation, hottest, coldest, random = rows.mean(0).tolist()
     gains = torch.stack([rows[:, 1] - rows[:, 3], rows[:, 3] - rows[:, 2]])
-    margins = 1.96 * gains.std(1) / n**0.5
+    margins = float(t.ppf(0.975, n - 1)) * gains.std(1) / n**0.5
     gain, margin = ((float(a), float(b)) for a, b in (gains.mean(1), margins))
     return Deletion(n, correlation, hottest, coldest, random, gain, margin)
 

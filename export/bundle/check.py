@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,10 @@ def _check_file(path: Path, model: str | None) -> BundleCheck:
     net = OnnxModel(path)
     properties, spec = net.stated, net.stated["preprocess"]
     precision = str(properties.get("precision", "fp32"))
+    tolerance = TOLERANCES.get(precision, TOLERANCES["fp32"])
+    with suppress(KeyError, ValueError):
+        stated = float(str(properties["tolerance"]))
+        tolerance = stated if 0 < stated <= 1 else tolerance
     manifest: dict[str, Any] = {
         "name": str(properties.get("model", path.stem)),
         "model": {
@@ -120,7 +125,7 @@ def _check_file(path: Path, model: str | None) -> BundleCheck:
         "input": {"size": spec["size"], "dtype": "float32"},
         "batch": spec["batch"],
         "precision": {"model": precision},
-        "tolerance": TOLERANCES.get(precision, TOLERANCES["fp32"]),
+        "tolerance": tolerance,
     }
     check = BundleCheck(str(path), [_structure(path, manifest)])
     if not check.passed:

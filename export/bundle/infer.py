@@ -298,7 +298,8 @@ def probabilities(scores: np.ndarray, kind: str) -> np.ndarray:
         powers = np.exp(scores - scores.max(axis=1, keepdims=True))
         return powers / powers.sum(axis=1, keepdims=True)
     if kind == "label_logits":
-        return 1 / (1 + np.exp(-scores))
+        with np.errstate(over="ignore"):
+            return 1 / (1 + np.exp(-scores))
     if kind == "label_lengths":
         return scores.clip(0, 1)
     positive = scores.clip(0, None)

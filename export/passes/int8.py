@@ -114,12 +114,6 @@ class _Images:
     def get_next(self) -> dict[str, np.ndarray] | None:
         return next(self._batches, None)
 
-    def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
-        return self._batches
-
-    def __next__(self) -> dict[str, np.ndarray]:
-        return next(self._batches)
-
     @staticmethod
     def _read(
         name: str, images: torch.Tensor, batch: tuple[int, int, int]

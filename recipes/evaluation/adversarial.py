@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from capszoo.errors import UsageError, require, unknown_name
 
+from .metrics import share_interval
 from .robustness import PixelScores, attack_loss
 from .target import EvalTarget
 
@@ -84,6 +85,15 @@ def parse_attacks(text: str) -> tuple[str, ...]:
     return tuple(name for name in ATTACKS if name in names)
 
 
+def check_attack(target: EvalTarget) -> None:
+    """Raise ``CapszooError`` if the toolbox is missing, or for images with several crops or labels, or few classes."""
+    require("--attack", ("art",), "attack")
+    target.require_one_view("robustness is measured")
+    spec = target.images.spec
+    if spec.multi_label or spec.num_classes < 3:  # the margin needs three
+        raise UsageError("--attack needs images with one label of three or more classes", "leave it out")
+
+
 def adversarial(
     target: EvalTarget,
     radii: tuple[float, ...],
@@ -104,14 +114,9 @@ def adversarial(
         batch_size: images per forward pass.
 
     Raises:
-        CapszooError: the toolbox is not installed.
-        UsageError: images with several labels or crops, or fewer than three classes, which the margin needs.
+        CapszooError: as :func:`check_attack`.
     """
-    require("--attack", ("art",), "attack")
-    target.require_one_view("robustness is measured")
-    spec = target.images.spec
-    if spec.multi_label or spec.num_classes < 3:
-        raise UsageError("--attack needs images with one label of three or more classes", "leave it out")
+    check_attack(target)
     batches = [(batch.pixels.float() / 255, batch.labels) for batch in target.batches(batch_size)]
     pixels, labels = (torch.cat(part) for part in zip(*batches, strict=True))
     scores = PixelScores(target).eval()
@@ -183,7 +188,7 @@ def _attacked(
             standing[rows] &= _recognised(scores, moved, labels[rows], size)
         after[name] = int(standing.sum())
     right = int(standing.sum())
-    return RadiusResult(eps, 100 * right / count, _wilson(right, count), after)
+    return RadiusResult(eps, 100 * right / count, share_interval(100 * right / count, count), after)
 
 
 @torch.no_grad()
@@ -205,14 +210,6 @@ def _gradient_signs(scores: nn.Module, pixels: Tensor, labels: Tensor, size: int
         zero += int(dead.sum())
         flat += int((after <= loss.detach()).sum())
     return zero / len(labels), flat / len(labels)
-
-
-def _wilson(right: int, count: int) -> tuple[float, float]:
-    """95% interval of a share, in per cent (Wilson 1927)."""
-    z, share = 1.96, right / count
-    middle = (share + z * z / (2 * count)) / (1 + z * z / count)
-    half = z * (share * (1 - share) / count + z * z / (4 * count * count)) ** 0.5 / (1 + z * z / count)
-    return 100 * max(0.0, middle - half), 100 * min(1.0, middle + half)
 
 
 @contextmanager

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from capszoo.data import DataError
 from capszoo.errors import CapszooError
 from capszoo.scores import probabilities, score_kind
 
@@ -132,19 +131,32 @@ def check_calibration(target: EvalTarget) -> None:
 
 
 def held_out_images(
-    target: EvalTarget, model: str, dataset: str | None, data: str | None, skip_bad: bool = False
+    target: EvalTarget,
+    model: str,
+    dataset: str | None,
+    data: str | None,
+    skip_bad: bool = False,
+    skip_unknown: bool = False,
 ) -> EvalTarget | str:
     """The model with the images that its training held out, or why there are none to fit a temperature on.
 
     Args:
         target: the model and the images that it is measured on.
-        model, dataset, data, skip_bad: what the target was prepared from (see ``target.prepare``).
+        model, dataset, data, skip_bad, skip_unknown: what the target was prepared from (see ``target.prepare``).
     """
     if target.images.split != "test":
         return "it would be fitted on images that it is measured on"
     try:
-        return prepare(model, dataset, "val", data, device=target.images.device, skip_bad=skip_bad)
-    except DataError as error:
+        return prepare(
+            model,
+            dataset,
+            "val",
+            data,
+            device=target.images.device,
+            skip_bad=skip_bad,
+            skip_unknown=skip_unknown,
+        )
+    except CapszooError as error:
         return str(error)
 
 
@@ -169,7 +181,12 @@ def calibrate(
     raw = reliability(logs, labels)
     if isinstance(held_out, str):
         return CalibrationResult(kind, raw, reason=held_out)
-    temperature = fit_temperature(*_logarithms(held_out, kind, batch_size))
+    held, classes = _logarithms(held_out, kind, batch_size)
+    if bool((held.argmax(1) == classes).all()):
+        return CalibrationResult(
+            kind, raw, reason=f"all {held_out.n:,} held-out images are recognised: no T is best"
+        )
+    temperature = fit_temperature(held, classes)
     return CalibrationResult(
         kind, raw, temperature, reliability(_scaled(logs, temperature), labels), held_out.n
     )
@@ -179,8 +196,16 @@ def _logarithms(
     target: EvalTarget, kind: str, batch_size: int | None, progress: Any = None
 ) -> tuple[Tensor, Tensor]:
     """Logarithms of the probabilities [n, classes] in float64, and the labels [n]."""
+    exact = kind in ("logits", "log_probabilities")
     parts = [
-        (probabilities(scores.double(), kind).clamp_min(SMALLEST).log().cpu(), labels.cpu())
+        (
+            (
+                scores.double().log_softmax(1)
+                if exact
+                else probabilities(scores.double(), kind).clamp_min(SMALLEST).log()
+            ).cpu(),
+            labels.cpu(),
+        )
         for scores, labels in scored(target, batch_size, progress)
     ]
     logs, labels = (torch.cat(part) for part in zip(*parts, strict=True))

@@ -19,7 +19,7 @@ from capszoo.explain.heat_map import METHODS, explain
 
 from .target import EvalTarget
 
-__all__ = ["DELETION_IMAGES", "DeletionScore", "deletions"]
+__all__ = ["DELETION_IMAGES", "DeletionScore", "check_deletion", "deletions"]
 
 #: Images of the test, the first ones: each takes some 400 forward passes.
 DELETION_IMAGES = 100
@@ -36,7 +36,7 @@ class DeletionScore:
         random: that of random order.
         gain: their difference, and ``interval`` its 95% interval.
         correlation: mean rank correlation of the map with the fall if one tile alone is blackened.
-        reason: why there is no such map; the numbers are then None.
+        reason: why there is no such map, or no test of it; the numbers are then None.
     """
 
     method: str
@@ -47,6 +47,14 @@ class DeletionScore:
     interval: tuple[float, float] | None = None
     correlation: float | None = None
     reason: str = ""
+
+
+def check_deletion(target: EvalTarget) -> None:
+    """Raise ``CapszooError`` if captum is missing, or for several crops or labels of an image."""
+    target.require_one_view("deletion is measured")
+    if target.images.spec.multi_label:
+        raise UsageError("the deletion test needs images with one label", "leave --deletion out")
+    require_captum("gradient")
 
 
 def deletions(
@@ -64,13 +72,9 @@ def deletions(
         most: largest number of images; None: ``DELETION_IMAGES``.
 
     Raises:
-        CapszooError: captum is missing, or fewer than two images have anything to blacken.
-        UsageError: several crops of each image, or images with several labels.
+        CapszooError: as :func:`check_deletion`.
     """
-    target.require_one_view("deletion is measured")
-    if target.images.spec.multi_label:
-        raise UsageError("the deletion test needs images with one label", "leave --deletion out")
-    require_captum("gradient")
+    check_deletion(target)
     wanted = DELETION_IMAGES if most is None else most
     images: list[Tensor] = []
     for batch in target.batches(None):
@@ -92,7 +96,11 @@ def deletions(
                 progress(1)
 
     results = [DeletionScore("couplings", reason=reason)] if reason else []
-    for method, curve in deletion_by_method(target.net, counted(), methods, seed).items():
+    try:
+        curves = deletion_by_method(target.net, counted(), methods, seed)
+    except CapszooError as error:  # too few images, after the other measurements
+        return (*results, *(DeletionScore(method, reason=str(error)) for method in methods))
+    for method, curve in curves.items():
         gain, margin = curve.gain[0], curve.margin[0]
         interval = (gain - margin, gain + margin)
         results.append(

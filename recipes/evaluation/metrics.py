@@ -290,3 +290,16 @@ def stated_top1(target: EvalTarget) -> float | None:
 def reproduced(recorded: float, measured: float, n: int) -> bool:
     """True if two accuracies differ by at most two images, which processors may round to different answers."""
     return abs(recorded - measured) <= 100 * 2 / n + 1e-9
+
+
+def share_interval(accuracy: float, n: int) -> tuple[float, float]:
+    """Wilson's 95% interval of a proportion, in per cent.
+
+    Args:
+        accuracy: in per cent.
+        n: number of images.
+    """
+    z, p = 1.96, accuracy / 100
+    middle = (p + z * z / (2 * n)) / (1 + z * z / n)
+    half = z / (1 + z * z / n) * (p * (1 - p) / n + z * z / (4 * n * n)) ** 0.5
+    return 100 * max(0.0, middle - half), 100 * min(1.0, middle + half)

@@ -150,8 +150,9 @@ def auroc(inside: Tensor, others: Tensor) -> tuple[float, tuple[float, float]]:
     labels = torch.cat([torch.ones(len(inside)), torch.zeros(len(others))]).long()
     area = float(binary_auroc(ranks.double() / max(int(ranks.max()), 1), labels))
     n, m = len(inside), len(others)
-    first, second = area / (2 - area), 2 * area**2 / (1 + area)
-    spread = area * (1 - area) + (n - 1) * (first - area**2) + (m - 1) * (second - area**2)
+    inner = min(max(area, 0.5 / (n * m)), 1 - 0.5 / (n * m))  # at 0 and 1 the formula's spread is none
+    first, second = inner / (2 - inner), 2 * inner**2 / (1 + inner)
+    spread = inner * (1 - inner) + (n - 1) * (first - inner**2) + (m - 1) * (second - inner**2)
     half = 1.96 * (max(spread, 0.0) / (n * m)) ** 0.5
     return area, (max(0.0, area - half), min(1.0, area + half))
 

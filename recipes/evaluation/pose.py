@@ -138,6 +138,15 @@ def features(target: EvalTarget, pixels: Tensor) -> dict[str, Tensor]:
     return by_name | {"pixels": x.flatten(1)}
 
 
+def check_pose(target: EvalTarget) -> None:
+    """Raise ``CapszooError`` for several crops of each image, or fewer than ``FEWEST`` images."""
+    target.require_one_view("poses are measured")
+    if target.n < FEWEST:
+        raise CapszooError(
+            f"{target.n} images are too few for a regression", f"measure {FEWEST} or more (--limit)"
+        )
+
+
 def pose_probe(
     target: EvalTarget,
     seed: int = 0,
@@ -147,13 +156,10 @@ def pose_probe(
     """Measure what the sources say of rotation and shift; ``progress`` is called with images, twice for each.
 
     Raises:
-        CapszooError: fewer than ``FEWEST`` images.
-        UsageError: several crops of each image.
+        CapszooError: as :func:`check_pose`.
     """
-    target.require_one_view("poses are measured")
+    check_pose(target)
     n, fitted = target.n, target.n // 2
-    if n < FEWEST:
-        raise CapszooError(f"{n} images are too few for a regression", f"measure {FEWEST} or more (--limit)")
     generator = keyed_generator(seed, "pose")
     order = torch.randperm(n, generator=generator)
     degrees = (2 * torch.rand(n, generator=generator) - 1) * MOST_DEGREES

@@ -14,14 +14,14 @@ from capszoo.data import ImageSet
 from capszoo.explain.convergence import IterationChanges, iteration_changes
 from capszoo.explain.routing_stats import DEAD, RoutingStats, routing_stats
 
-from .adversarial import Adversarial, adversarial
+from .adversarial import Adversarial, adversarial, check_attack
 from .calibration import CalibrationResult, calibrate, check_calibration
 from .corruptions import CorruptionResult, corruption_set, corruptions, mean_accuracy
-from .deletions import DELETION_IMAGES, DeletionScore, deletions
+from .deletions import DELETION_IMAGES, DeletionScore, check_deletion, deletions
 from .iterations import IterationAccuracy, accuracy_by_iterations, check_iterations
 from .metrics import EvalResult, assess, stated_top1
 from .outliers import OutlierResult, other_images, outliers, require_auroc
-from .pose import PoseResult, pose_probe
+from .pose import PoseResult, check_pose, pose_probe
 from .ranking import SPECIFICITY, can_rank
 from .robustness import (
     STEPS,
@@ -212,6 +212,7 @@ def measure(
         corruption_set(target)
     if held_out is not None:
         check_calibration(target)
+    _check_probes(target, probes)
     if specificity is None:
         specificity = SPECIFICITY if can_rank() else None
     if routing:
@@ -219,8 +220,6 @@ def measure(
         target.require_one_view("routing is measured")
         single_image = target.on(target.images.fixed().subset(torch.arange(1)))
         routing_stats(target.net, ((b.images, b.labels) for b in single_image.batches(1)))
-    if probes.other is not None:
-        require_auroc()
     apart = None if probes.other is None else other_images(target, probes.other, data, limit, seed)
     with bar("evaluating") as advance:
         result = assess(target, size, advance, specificity)
@@ -246,6 +245,18 @@ def measure(
         with bar("calibration") as advance:
             parts["calibration"] = calibrate(target, held_out, size, advance)
     return Report(target, result, seed, limit, stated_top1(target), **parts)
+
+
+def _check_probes(target: EvalTarget, probes: Probes) -> None:
+    """Refuse what a probe cannot measure, before hours of work."""
+    if probes.pose:
+        check_pose(target)
+    if probes.deletion:
+        check_deletion(target)
+    if probes.attacks:
+        check_attack(target)
+    if probes.other is not None:
+        require_auroc()
 
 
 def _probed(

@@ -6,7 +6,6 @@ Beside each picture, a ``.csv`` file of the same name has its data.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,10 +21,10 @@ from capszoo.metadata import first_complaint
 
 from .calibration import CalibrationResult
 from .corruptions import CorruptionResult
-from .metrics import EvalResult
+from .metrics import EvalResult, share_interval
 from .report import Report
 
-__all__ = ["agreement_panel", "draw_confusion", "draw_report", "draw_robustness", "interval", "write"]
+__all__ = ["agreement_panel", "draw_confusion", "draw_report", "draw_robustness", "write"]
 
 
 Percent = Annotated[float, Field(ge=0, le=100)]
@@ -128,26 +127,9 @@ def draw_confusion(result: EvalResult, title: str, path: Path, percent: bool = F
     axes.set(xlabel="predicted class", ylabel="true class")
     figure.suptitle(title, fontsize=10)
     written = save(figure, path)
-    write_numbers(written, ["true class \\ predicted", *labels], zip_rows(labels, table.tolist()))
+    numbers = [[label, *row] for label, row in zip(labels, table.tolist(), strict=True)]
+    write_numbers(written, ["true class \\ predicted", *labels], numbers)
     return written
-
-
-def zip_rows(labels: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[list[Any]]:
-    """Rows with their names as first cells."""
-    return [[label, *row] for label, row in zip(labels, rows, strict=True)]
-
-
-def interval(accuracy: float, n: int) -> tuple[float, float]:
-    """Wilson's 95% interval of a proportion, in per cent.
-
-    Args:
-        accuracy: in per cent.
-        n: number of images.
-    """
-    z, p = 1.96, accuracy / 100
-    middle = (p + z * z / (2 * n)) / (1 + z * z / n)
-    half = z / (1 + z * z / n) * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-    return 100 * max(0.0, middle - half), 100 * min(1.0, middle + half)
 
 
 def draw_robustness(reports: Mapping[str, Mapping[str, Any]], path: str | Path) -> Path:
@@ -190,7 +172,7 @@ def draw_robustness(reports: Mapping[str, Mapping[str, Any]], path: str | Path) 
     for axes, ((what, unit), lines) in zip(grid, panels.items(), strict=False):
         for order, (name, points) in enumerate(lines.items()):
             n, colour = int(reports[name]["n"]), colours[name]
-            bounds = [interval(accuracy, n) for _, accuracy in points]
+            bounds = [share_interval(accuracy, n) for _, accuracy in points]
             spread = [
                 [max(0.0, a - low) for (_, a), (low, _) in zip(points, bounds, strict=True)],
                 [max(0.0, high - a) for (_, a), (_, high) in zip(points, bounds, strict=True)],

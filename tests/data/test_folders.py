@@ -297,7 +297,7 @@ def test_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     test_file = repository / "data" / "test-0.parquet"
     labelled = test_file.read_bytes()
     good = {"bytes": (tmp_path / "raw" / "test" / "0.png").read_bytes(), "path": None}
-    rows = {"picture": [good, None, good], "kind": [0, 1, 1]}
+    rows = {"camera": [0] * 3, "picture": [good, None, good], "label": [0, 1, 1]}
     datasets.Dataset.from_dict(rows, features=features).to_parquet(test_file)
     with refuses(DataError, names=["1", "picture"]):
         load_dataset(name, "test", size=16)
@@ -308,7 +308,11 @@ def test_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     # Competitions publish test images without labels.
     for labels in ([-1, -1, -1], [None, None, None], [0, -1, 1]):
-        rows = {"picture": [{"bytes": path.read_bytes(), "path": None}] * 3, "kind": labels}
+        rows = {
+            "camera": [0] * 3,
+            "picture": [{"bytes": path.read_bytes(), "path": None}] * 3,
+            "label": labels,
+        }
         datasets.Dataset.from_dict(rows, features=features).to_parquet(test_file)
         if 0 in labels:
             with refuses(DataError, names=["images", "label"]):
@@ -321,9 +325,10 @@ def test_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     # The library reads labels beyond the class names.
     table = pq.read_table(test_file)
-    beyond = pa.array([0, 7, 1], table.schema.field("kind").type)
+    beyond = pa.array([0, 7, 1], table.schema.field("label").type)
     pq.write_table(
-        table.set_column(table.schema.get_field_index("kind"), table.schema.field("kind"), beyond), test_file
+        table.set_column(table.schema.get_field_index("label"), table.schema.field("label"), beyond),
+        test_file,
     )
     with refuses(DataError, names=["7", "2", "class"]):
         load_dataset(name, "test", size=16)

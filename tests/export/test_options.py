@@ -78,6 +78,7 @@ def test_an_unknown_option_names_the_nearest(way: str, tmp_path: Path) -> None:
         ({"input_size": (1, 28, 28)}, "img_size"),
         ({"precision": "int8", "formats": ("aoti",)}, ("AOTInductor", "int8")),
         ({"precision": "fp16", "formats": ("executorch",)}, ("ExecuTorch", "fp16", "--precision")),
+        ({"opset": 20, "precision": "bf16"}, ("20", "bfloat16", "22")),
         ({"opset": 25, "formats": ("tensorrt",)}, ("25", "24", "support")),
         ({"triton": True, "batch": (4, 8, 8)}, ("4", "Triton")),
         ({"triton": True, "triton_backends": ("trt",)}, ("trt", "tensorrt")),
@@ -134,7 +135,6 @@ def test_defaults_follow_from_other_options() -> None:
     assert ExportOptions(precision="fp16", runtime="cpu").target == "cpu"
     assert BundleOptions(formats=("tensorrt",)).target == "gpu" and BundleOptions().target == "cpu"
     assert ExportOptions(batch=3).profile == (3, 3, 3)
-    assert ExportOptions(dynamic_batch=False).profile == (8, 8, 8)
     given = ExportOptions(images=torch.zeros(2, 1, 4, 4)).real_images
     assert given is not None and len(given) == 2 and given.labels is None
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from capszoo.data import ImageSet
 from capszoo.errors import CapszooError
 from capszoo.recipes.evaluation.calibration import (
     BINS,
@@ -69,8 +70,25 @@ def test_lengths_are_raised_to_a_power() -> None:
     torch.testing.assert_close(scaled, lengths**2 / (lengths**2).sum())
 
 
+def test_a_logit_far_below_counts_in_full(target: EvalTarget) -> None:
+    net = torch.nn.Sequential(
+        torch.nn.Flatten(), torch.nn.Linear(target.images.fixed().images[0].numel(), 10)
+    )
+    torch.nn.init.zeros_(net[1].weight)
+    torch.nn.init.zeros_(net[1].bias)
+    net[1].bias.data[3] = 60
+    share = float((target.images.labels != 3).float().mean())
+    found = calibrate(replace(target, net=net.eval()), "", 50)
+    assert found.kind == "logits" and found.raw.nll == pytest.approx(60 * share)
+
+
 def test_calibrate(target: EvalTarget) -> None:
     held_out = target.on(packed(ROOT, "mnist").subset(torch.arange(200, 400)))
+    assert "200" in calibrate(target, held_out).reason, "all are recognised, by every temperature"
+    assert isinstance(held_out.images, ImageSet)
+    wrong = held_out.images.labels.clone()
+    wrong[0] = (wrong[0] + 1) % 10
+    held_out = target.on(replace(held_out.images, labels=wrong))
     found = calibrate(target, held_out)
     assert found.kind == "lengths" and found.fitted_on == 200 and found.scaled is not None
     assert found.temperature is not None and found.temperature < 1, "lengths are too unsure"

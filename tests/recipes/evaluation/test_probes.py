@@ -127,6 +127,8 @@ def test_a_map_that_is_right_by_construction() -> None:
 def test_auroc_of_known_scores() -> None:
     area, _ = auroc(torch.tensor([3.0, 2.0]), torch.tensor([1.0, 2.0]))
     assert area == pytest.approx(3.5 / 4), "a tie counts half"
+    perfect, (low, high) = auroc(torch.tensor([3.0, 2.0]), torch.tensor([1.0, 0.0]))
+    assert (perfect, high) == (1, 1) and low < 0.9, "few images in perfect order say little"
     generator = torch.Generator().manual_seed(0)
     own = torch.randn(3000, generator=generator) + 1
     others = torch.randn(3000, generator=generator)

@@ -19,8 +19,8 @@ from capszoo.errors import CapszooError, UsageError
 from capszoo.explain.convergence import IterationChanges
 from capszoo.explain.routing_stats import AgreementCurve, LayerStats, RoutingStats
 from capszoo.recipes.evaluation import report_plots
-from capszoo.recipes.evaluation.metrics import ClassFigures, EvalResult
-from capszoo.recipes.evaluation.report_plots import draw_confusion, draw_robustness, interval
+from capszoo.recipes.evaluation.metrics import ClassFigures, EvalResult, share_interval
+from capszoo.recipes.evaluation.report_plots import draw_confusion, draw_robustness
 from tests.support.command import fails, succeeds
 
 
@@ -53,9 +53,9 @@ def _report(name: str, accuracy: float, n: int = 100) -> dict[str, Any]:
 
 
 def test_wilson_s_interval() -> None:
-    assert interval(90.0, 100) == pytest.approx((82.56, 94.48), abs=0.01)
-    assert interval(100.0, 100)[1] == pytest.approx(100.0) and interval(100.0, 100)[0] < 97
-    assert interval(0.0, 10)[0] == pytest.approx(0.0, abs=1e-9)
+    assert share_interval(90.0, 100) == pytest.approx((82.56, 94.48), abs=0.01)
+    assert share_interval(100.0, 100)[1] == pytest.approx(100.0) and share_interval(100.0, 100)[0] < 97
+    assert share_interval(0.0, 10)[0] == pytest.approx(0.0, abs=1e-9)
 
 
 def test_several_models_in_one_picture(tmp_path: Path, kept: list[Any]) -> None:
