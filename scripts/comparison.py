@@ -396,12 +396,12 @@ def rates_of_short_runs() -> str:
         gains[head] = max(found[rate] for rate in evidence.RATES if rate != shared) - found[shared]
     worse = ", ".join(f"`{head}` by {by:.1f} points" for head, by in gains.items() if by > 0)
     least, most = max(gains, key=lambda head: gains[head]), min(gains, key=lambda head: gains[head])
-    others = ", ".join(f"{rate:g}" for rate in evidence.RATES if rate != shared)
+    others = " and ".join(f"{rate:g}" for rate in evidence.RATES if rate != shared)
     said = (
-        f"unfit for {worse}"
+        f"not the best for {worse}"
         if worse
-        else f"unfit for none of {len(gains)} heads: the best of {others} is {-gains[least]:.1f} (`{least}`) to "
-        f"{-gains[most]:.1f} points (`{most}`) less accurate"
+        else f"the best for each of {len(gains)} heads: the better of {others} loses {-gains[least]:.1f} (`{least}`) to "
+        f"{-gains[most]:.1f} points (`{most}`)"
     )
     size = evidence.SCALES["small"]
     return (
