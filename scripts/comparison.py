@@ -400,8 +400,8 @@ def rates_of_short_runs() -> str:
     said = (
         f"not the best for {worse}"
         if worse
-        else f"the best for each of {len(gains)} heads: the better of {others} loses {-gains[least]:.1f} (`{least}`) to "
-        f"{-gains[most]:.1f} points (`{most}`)"
+        else f"the best for each of {len(gains)} heads: the better of {others} loses {-gains[least]:.1f} (`{least}`) "
+        f"to {-gains[most]:.1f} points (`{most}`)"
     )
     size = evidence.SCALES["small"]
     return (

@@ -448,9 +448,9 @@ def masking_lines(folder: Path) -> list[str]:
             fooled.append(name)
     which = f" ({', '.join(fooled)})" if fooled else ""
     return [
-        f"In {_of(len(rows) - len(flat), len(rows))} heads the loss rises along its gradient, with the length of a step "
-        "up to 2/255, and more than along random signs up to 8/255. An attack by the gradients of `avg` changes images "
-        f"that stand after an attack by the head's own gradients, more than {100 * MASKED:.0f}% of all, in "
+        f"In {_of(len(rows) - len(flat), len(rows))} heads the loss rises along its gradient, with the length of a "
+        "step up to 2/255, and more than along random signs up to 8/255. An attack by the gradients of `avg` changes "
+        f"images that stand after an attack by the head's own gradients, more than {100 * MASKED:.0f}% of all, in "
         f"{_of(len(fooled), len(rows) - 1)} heads{which}.",
         "",
         f"The mean loss (the largest log-probability of another class less that of the image's own, in nats) of {n} "

@@ -567,13 +567,6 @@ def test_devices(pictures: Path, trained: Path) -> None:
 # -- the frame --------------------------------------------------------------------------------------------------------
 
 
-def test_version_and_help() -> None:
-    assert succeeds("--version") == f"capszoo {capszoo.__version__}\n"
-    for command in ("list", "info", "predict", "explain", "export", "train", "finetune"):
-        assert command in succeeds("--help")
-        assert "Usage: " in succeeds(command, "--help")
-
-
 def test_wrong_usage() -> None:
     fails(2, "nosuch", names=["nosuch"])
     assert "--nosuch" in fails(2, "list", "--nosuch")

@@ -61,18 +61,6 @@ root = {str(root)!r}
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.slow
-def test_load_from_a_plain_checkout(root: Path, tmp_path: Path) -> None:
-    _from_checkout(
-        root,
-        tmp_path,
-        """
-model = torch.hub.load(root, "idpa_resnet", source="local", num_classes=7).eval()
-assert model(torch.zeros(1, 3, 32, 32)).shape == (1, 7)
-""",
-    )
-
-
 def test_load_pretrained_from_a_plain_checkout(root: Path, tmp_path: Path) -> None:
     name = next((n for n in capszoo.list_pretrained()), None)
     assert name is not None, "there are no bundled weights"

@@ -174,13 +174,6 @@ def test_source_archive_holds_the_weights_but_for_large_ones(
     assert not any("weights-large" in name or "large.net" in name for name in names)
 
 
-def test_classifiers_name_every_python_from_the_oldest_on(root: Path) -> None:
-    about = _project(root)["project"]
-    named = {line.rpartition(" :: ")[2] for line in about["classifiers"] if "Python ::" in line}
-    assert about["requires-python"].removeprefix(">=") in named
-    assert {"3", "3.11"} <= named
-
-
 @pytest.mark.slow
 def test_an_editable_install_works_from_the_folder_above(root: Path, tmp_path: Path) -> None:
     """There the checkout's own folder, `capszoo/` without `__init__.py`, looks like a namespace package."""

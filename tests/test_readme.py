@@ -17,8 +17,6 @@ from typing import Any
 import pytest
 from PIL import Image
 
-import capszoo
-from capszoo._pretrained.catalogue import checkpoints
 from tests.support import load_script, packed
 
 
@@ -31,13 +29,6 @@ def test_generated_files_are_up_to_date(root: Path) -> None:
     command = [sys.executable, str(root / "scripts" / "generate.py"), "--check"]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-def test_every_model_and_checkpoint_is_listed(root: Path) -> None:
-    text = (root / "docs" / "models.md").read_text(encoding="utf-8")
-    for name in (*capszoo.list_models(), *checkpoints(aliases=False)):
-        assert f"| `{name}` |" in text
-    assert all(f"`{name}`" in text for name in capszoo.list_pretrained()), "second names of a file, too"
 
 
 def test_the_changelog_states_replaced_weights_beside_the_present_ones(root: Path) -> None:

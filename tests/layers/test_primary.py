@@ -21,24 +21,6 @@ def test_order_of_numbers(channels_last: bool) -> None:
         assert caps.data_ptr() == x.data_ptr()  # a view, not a copy
 
 
-def test_a_capsule_is_channels_at_one_position_not_neighbouring_pixels() -> None:
-    """Change one position of the map: all capsules there change, and none elsewhere."""
-    x = torch.randn(1, 12, 3, 5)
-    changed = x.clone()
-    changed[:, :, 1, 2] += 1.0
-    moved = (capsules_from_map(changed, 4) != capsules_from_map(x, 4)).reshape(3, 5, 3, 4)
-    assert moved[1, 2].all()
-    assert moved.sum() == 3 * 4
-
-    # and in the layer: one input pixel reaches, through a 1x1 kernel, the capsules of one position only
-    layer = PrimaryCaps2d(2, 3, 4, kernel_size=1, activation="squash")
-    image = torch.randn(1, 2, 3, 5)
-    other = image.clone()
-    other[:, :, 1, 2] += 1.0
-    moved = (capsules_from_map(layer(other), 4) != capsules_from_map(layer(image), 4)).reshape(3, 5, 3, 4)
-    assert moved[1, 2].all() and moved.sum() == 3 * 4
-
-
 @pytest.mark.parametrize("activation", ["identity", "squash"])
 def test_forward(activation: str) -> None:
     layer = PrimaryCaps2d(3, 4, 8, kernel_size=5, stride=2, padding=1, activation=activation).double()

@@ -123,12 +123,6 @@ def test_large_lam_takes_the_winner() -> None:
     torch.testing.assert_close(poses, x.gather(2, winner[:, :, None, None].expand(-1, -1, 1, 8)).squeeze(2))
 
 
-def test_sparser_with_lam() -> None:
-    x = torch.randn(8, 2, 30, 16)
-    peaks = [routing_pool(x, lam)[1].amax(-1).mean() for lam in (0.0, 1.0, 5.0, 15.0)]
-    assert all(a < b for a, b in zip(peaks, peaks[1:], strict=False))
-
-
 def test_agreeing_children_get_more_and_opposing_less() -> None:
     e1 = torch.eye(4)[0]
     x = torch.stack([e1, e1 * 2, e1 * 3, -e1])[None, None]  # [1, 1, 4, 4]

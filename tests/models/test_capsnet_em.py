@@ -6,12 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import capszoo
 from capszoo.layers import ClassEM, ConvEM
-from capszoo.losses import spread_loss
 from capszoo.models.capsnet_em import EMCapsNet, SixLayerEMCapsNet
 from tests.reference import em as naive
 from tests.support.errors import refuses
@@ -132,31 +130,6 @@ def test_activations_start_neither_on_nor_off(name: str) -> None:
         out = model.forward_capsules(torch.randn(4, model.in_chans, 32, 32)).activations
     assert 0.05 < out.mean() < 0.95
     assert ((out > 0.01) & (out < 0.99)).float().mean() > 0.5
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("loss", ["cross-entropy", "spread"])
-def test_learns(root: Any, loss: str) -> None:
-    """A small net gets a handful of real digits right."""
-    import numpy as np
-
-    with np.load(root / "tests" / "fixtures" / "mnist_test_1000.npz") as digits:
-        keys = sorted(digits.files, key=lambda key: digits[key].ndim)
-        labels = torch.from_numpy(digits[keys[0]][:24]).long()
-        images = torch.from_numpy(digits[keys[-1]][:24].reshape(24, 1, 28, 28)).float() / 255
-    torch.manual_seed(0)
-    scores = "activations" if loss == "spread" else "logits"
-    model = capszoo.create_model(
-        "capsnet_em_norb_small", in_chans=1, num_classes=10, img_size=28, caps=(4, 8, 8), scores=scores
-    )
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    for _ in range(30):
-        output = model(images)
-        cost = spread_loss(output, labels, 0.5) if loss == "spread" else F.cross_entropy(output, labels)
-        optimizer.zero_grad()
-        cost.backward()
-        optimizer.step()
-    assert (model(images).argmax(1) == labels).float().mean() >= 0.9
 
 
 def test_dropout_turns_children_off_in_training_only() -> None:

@@ -14,12 +14,6 @@ from tests.reference import self_attention as naive
 from tests.support.errors import refuses
 from tests.support.zoo import calibrate, images
 
-MULTIMNIST: dict[str, Any] = {
-    "img_size": 36,
-    "strides": (1, 1, 2, 2),
-    "primary_kernel": 5,
-    "primary_stride": 2,
-}
 SMALLNORB: dict[str, Any] = {
     "img_size": 48,
     "in_chans": 2,
@@ -28,14 +22,6 @@ SMALLNORB: dict[str, Any] = {
     "norm": "instance",
     "num_classes": 5,
 }
-
-
-@pytest.mark.parametrize("variant", [{}, MULTIMNIST, SMALLNORB], ids=["mnist", "multimnist", "smallnorb"])
-def test_sixteen_primary_capsules_in_every_variant(variant: dict[str, Any]) -> None:
-    model = capszoo.create_model("efficient_capsnet", **variant).eval()
-    out = model.forward_capsules(images(model))
-    assert out.couplings[0].shape == (2, model.num_classes, 16)
-    torch.testing.assert_close(out.couplings[0].sum(1), torch.ones(2, 16))
 
 
 def test_head_equals_the_reference() -> None:

@@ -213,16 +213,6 @@ def test_baseline_takes_any_size_and_has_no_capsules() -> None:
             method(torch.randn(1, 3, 32, 32))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["encapnet_v2", "encapnet_v3"])
-def test_deep_variants_run(name) -> None:
-    model = timm.create_model(name, img_size=65, num_classes=5)
-    scores = model(torch.randn(2, 3, 65, 65))
-    scores.sum().backward()
-    assert scores.shape == (2, 5) and torch.isfinite(scores).all()
-    assert all(torch.isfinite(p.grad).all() for p in model.parameters())
-
-
 def test_scores_keep_float64() -> None:
     model = warmed(tiny(num_classes=4).double())
     scores, poses = model.forward_poses(torch.randn(2, 3, 9, 9, dtype=torch.float64))

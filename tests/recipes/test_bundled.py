@@ -40,13 +40,6 @@ def test_accuracy_within_the_sampling_error(tag: str, root: Path) -> None:
     assert abs(found["top1"] / 100 - p) <= tolerance, f"{found['top1']} here, {100 * p} on the whole test set"
 
 
-@pytest.mark.parametrize("tag", ["resnet20_routingcaps.mnist", "resnet20_routingpool.cifar10"])
-def test_accuracy_is_low_with_other_labels(tag: str, root: Path) -> None:
-    images = packed(root, checkpoints(aliases=False)[tag].raw["dataset"]["name"])
-    shuffled = replace(images, images=images.images[:100], labels=images.labels[:100].roll(1, dims=0))
-    assert evaluate(tag, shuffled)["top1"] < 50, "the test above can tell right from wrong"
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(PACKED))
 def test_packed_images_are_the_first_of_the_test_set(name: str, root: Path) -> None:
@@ -91,10 +84,6 @@ def test_metadata(tag: str) -> None:
         and raw["train_seconds"] > 0
     )
     assert raw["recipe"]["arch"] == info.architecture and raw["recipe"]["tag"] == info.tag
-
-
-def test_stated_floor() -> None:
-    assert checkpoints(aliases=False)["resnet20_routingcaps.mnist"].raw["metrics"]["test"]["top1"] >= 99.3
 
 
 @pytest.mark.slow

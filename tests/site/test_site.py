@@ -125,11 +125,6 @@ def test_every_public_module_has_its_page(root: Path) -> None:
     assert missing == INTERNAL
 
 
-def test_contributing_is_a_page_and_linked(site: Path) -> None:
-    assert 'id="how-to-add-a-model"' in (site / "contributing.html").read_text(encoding="utf-8")
-    assert "contributing.html#how-to-add-weights" in (site / "train.html").read_text(encoding="utf-8")
-
-
 @pytest.mark.parametrize("name", API_MODULES)
 def test_every_public_name_has_its_place(site: Path, name: str) -> None:
     page = (site / "api" / f"{name}.html").read_text(encoding="utf-8")
