@@ -31,7 +31,6 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # a plain checkout works too
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -39,6 +38,7 @@ from benchmarks import models
 from capszoo import layers
 from capszoo.errors import CapszooError
 from capszoo.export import compare, to_onnx, unroll
+from capszoo.export.benchmark import FixedInput
 from capszoo.export.prepare import quiet
 from capszoo.layers.engine_choice import use_engines
 from capszoo.recipes.weights import hardware
@@ -90,17 +90,6 @@ class Row:
             self.processor, self.times = processor, {}
 
 
-class Fed:
-    """A runner with a fixed input: runners that are timed in turns may have different images."""
-
-    def __init__(self, runner: compare.Runner, shape: Sequence[int], name: str) -> None:
-        self.runner, self.name = runner, name
-        self.images = compare.probe_input("random", shape)
-
-    def __call__(self, images: np.ndarray) -> list[np.ndarray]:
-        return self.runner(self.images)
-
-
 def exported(spec: str) -> tuple[Path, dict[str, Any]]:
     """The ONNX file of a model, exported and verified if it does not exist, and its report."""
     file = FOLDER / f"{spec.replace(':', '.').replace(',', '.')}.onnx"
@@ -132,14 +121,14 @@ def time_model(spec: str, batch: int, iters: int, compiled: bool) -> dict[str, f
     model, size = models.build(spec)
     model.eval()
     _, yard_size = models.build(models.YARDSTICK)
-    shape, yard = (batch, *size), (batch, *yard_size)
+    images, yard = (compare.probe_input("random", (batch, *shape)) for shape in (size, yard_size))
     runners = [
-        Fed(compare.OnnxRunner(str(exported(spec)[0])), shape, "ms"),
-        Fed(compare.EagerRunner(model), shape, "eager"),
-        Fed(compare.OnnxRunner(str(exported(models.YARDSTICK)[0])), yard, "resnet18"),
+        FixedInput(compare.OnnxRunner(str(exported(spec)[0])), images, "ms"),
+        FixedInput(compare.EagerRunner(model), images, "eager"),
+        FixedInput(compare.OnnxRunner(str(exported(models.YARDSTICK)[0])), yard, "resnet18"),
     ]
     if compiled:
-        runners.append(Fed(compare.EagerRunner(compiled_of(model)), shape, "compiled"))
+        runners.append(FixedInput(compare.EagerRunner(compiled_of(model)), images, "compiled"))
     found = compare.time_runners(runners, runners[0].images, iters)
     return {"ms": found[0].milliseconds} | {t.runner: t.ratio for t in found[1:]}
 

@@ -20,7 +20,7 @@ from capszoo.preprocess import model_input_size
 from . import to_onnx
 from .compare import EagerRunner, OnnxRunner, Runner, Timing, probe_input, time_runners
 
-__all__ = ["RUNTIMES", "benchmark", "time_models"]
+__all__ = ["RUNTIMES", "FixedInput", "benchmark", "time_models"]
 
 #: Runtimes in which a model can be timed.
 RUNTIMES = ("eager", "compiled", "onnxruntime")
@@ -36,7 +36,7 @@ class _Compiled(EagerRunner):
         self.model = torch.compile(self.model)  # type: ignore[assignment]
 
 
-class _Own:
+class FixedInput:
     """A runner with fixed images, to time models of several input sizes in turns."""
 
     def __init__(self, runner: Runner, images: np.ndarray, name: str) -> None:
@@ -149,7 +149,7 @@ def time_models(
     rows: list[dict[str, Any]] = []
     for count in sorted(set(batches)):
         runners = [
-            _Own(EagerRunner(model), probe_input("random", (count, *model_input_size(model))), name)
+            FixedInput(EagerRunner(model), probe_input("random", (count, *model_input_size(model))), name)
             for name, model in models.items()
         ]
         rows.extend(timing.to_dict() for timing in time_runners(runners, runners[0].images, repeats))

@@ -29,7 +29,7 @@ from capszoo._utils.files import check_writable, replacing
 from capszoo._version import __version__
 from capszoo.errors import CapszooError, UsageError, first_line
 
-from .options import OUTPUTS, PRECISIONS, TOLERANCES, ExportOptions, collect
+from .options import TOLERANCES, ExportOptions, collect
 from .passes import int8
 from .passes.conv_to_matmul import convs_to_matmul
 from .passes.tidy import allow_empty_batches, fold_weights, name_outputs
@@ -37,12 +37,8 @@ from .prepare import PreparedModel, check_images, in_own_precision, prepare, qui
 from .report import ExportError, ExportReport, GateStep
 from .to_tensorrt import rtx_step
 from .unroll import Served
-from .verify.gate import MIN_AGREEMENT, Gate
+from .verify.gate import Gate
 from .verify.graph_rules import (
-    FORBIDDEN_OPS,
-    MAX_RANK,
-    SUPPORTED_OPS,
-    inspect_graph,
     node_types,
     precision_map,
     require_libraries,
@@ -57,17 +53,9 @@ if TYPE_CHECKING:
 __all__ = [
     "ExportError",
     "ExportReport",
-    "FORBIDDEN_OPS",
     "GateStep",
     "PreparedModel",
-    "MAX_RANK",
-    "MIN_AGREEMENT",
-    "OUTPUTS",
-    "PRECISIONS",
-    "SUPPORTED_OPS",
-    "TOLERANCES",
     "export",
-    "inspect_graph",
     "prepare",
     "write",
 ]

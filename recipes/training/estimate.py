@@ -19,7 +19,7 @@ from capszoo.data.specs import both_sides
 from capszoo.models._feedback import FeedbackAgreement
 
 from ..config import Recipe, RecipeError
-from .setup import create_feedback, create_net, create_optimizer
+from .setup import create_feedback, create_net, create_optimizer, memory_layout
 from .step import TrainStep, create_step
 
 __all__ = ["Estimate", "estimate", "first_update"]
@@ -87,7 +87,7 @@ def _estimate(recipe: Recipe, device: torch.device) -> Estimate:
     if recipe.data.size:
         spec = replace(spec, input_size=(spec.input_size[0], *both_sides(recipe.data.size)))
     torch.manual_seed(recipe.seed)
-    net = create_net(recipe, spec).to(device).to(memory_format=_layout(recipe))  # type: ignore[call-overload]
+    net = create_net(recipe, spec).to(device).to(memory_format=memory_layout(recipe))  # type: ignore[call-overload]
     feedback = create_feedback(recipe, net)
     step = _plain_step(recipe, net, feedback, spec)
     optimizer = create_optimizer(recipe, net, feedback)
@@ -146,10 +146,6 @@ def first_update(recipe: Recipe, net: nn.Module, spec: DatasetSpec) -> float | N
     return total if total >= SLOW else None
 
 
-def _layout(recipe: Recipe) -> torch.memory_format:
-    return torch.channels_last if recipe.channels_last else torch.contiguous_format
-
-
 def _plain_step(
     recipe: Recipe, net: nn.Module, feedback: FeedbackAgreement | None, spec: DatasetSpec
 ) -> TrainStep:
@@ -162,7 +158,7 @@ def _gradients(recipe: Recipe, step: TrainStep, spec: DatasetSpec, count: int, d
     images, *others = _random_batch(spec, count, device)
     half = recipe.precision in ("bf16", "fp16")
     with torch.autocast(device.type, torch.bfloat16) if half else nullcontext():
-        loss, _ = step(images.contiguous(memory_format=_layout(recipe)), *others)
+        loss, _ = step(images.contiguous(memory_format=memory_layout(recipe)), *others)
     loss.backward()
 
 

@@ -46,6 +46,7 @@ __all__ = [
     "create_net",
     "create_optimizer",
     "create_scheduler",
+    "memory_layout",
     "framing_of",
     "load_data",
     "read_split",
@@ -336,6 +337,11 @@ def create_feedback(recipe: Recipe, net: nn.Module) -> FeedbackAgreement | None:
         return FeedbackAgreement(net, settings.pairs, **options)
     except (TypeError, ValueError) as error:
         raise RecipeError(f"{recipe.name}: feedback: {error}") from error
+
+
+def memory_layout(recipe: Recipe) -> torch.memory_format:
+    """Of the network's weights and its images."""
+    return torch.channels_last if recipe.channels_last else torch.contiguous_format
 
 
 def create_optimizer(

@@ -23,7 +23,7 @@ from .distributed import TrainingError, raise_on_all_ranks
 from .early_stop import BestEpoch
 from .routing_probe import RoutingProbe
 from .run_folder import RunLock
-from .setup import RunData, create_net
+from .setup import RunData, create_net, memory_layout
 from .stages import (
     Stage,
     all_stages,
@@ -99,7 +99,7 @@ class Run:
 
     @property
     def layout(self) -> torch.memory_format:
-        return torch.channels_last if self.recipe.channels_last else torch.contiguous_format
+        return memory_layout(self.recipe)
 
 
 @dataclass

@@ -20,7 +20,8 @@ from capszoo._utils.files import NotWritable
 from capszoo.errors import UsageError
 from capszoo.export import options, to_onnx, unroll
 from capszoo.export.compare import EagerRunner, OnnxRunner
-from capszoo.export.to_onnx import ExportError, ExportReport, export, inspect_graph, prepare
+from capszoo.export.to_onnx import ExportError, ExportReport, export, prepare
+from capszoo.export.verify import graph_rules
 from capszoo.export.verify.gate import Gate, _probe_batches, _same_answers, verify_against_eager
 from capszoo.export.verify.graph_rules import node_types
 from capszoo.export.verify.images import RealImages, transformed
@@ -570,28 +571,36 @@ def _graph(node_type: str, shape: list[object], dtype: int | None = None, **attr
 
 
 def test_rules() -> None:
-    assert inspect_graph(_graph("Relu", ["batch", 3])) == []
-    assert any("batch of input is 2" in p for p in inspect_graph(_graph("Relu", [2, 3])))
-    assert any("symbolic beyond its batch" in p for p in inspect_graph(_graph("Relu", ["batch", "n"])))
-    assert any("not on the list" in p for p in inspect_graph(_graph("Bernoulli", ["batch", 3])))
-    assert any("Einsum" in p for p in inspect_graph(_graph("Einsum", ["batch", 3], equation="bn->bn")))
+    assert graph_rules.inspect_graph(_graph("Relu", ["batch", 3])) == []
+    assert any("batch of input is 2" in p for p in graph_rules.inspect_graph(_graph("Relu", [2, 3])))
+    assert any(
+        "symbolic beyond its batch" in p for p in graph_rules.inspect_graph(_graph("Relu", ["batch", "n"]))
+    )
+    assert any("not on the list" in p for p in graph_rules.inspect_graph(_graph("Bernoulli", ["batch", 3])))
+    assert any(
+        "Einsum" in p for p in graph_rules.inspect_graph(_graph("Einsum", ["batch", 3], equation="bn->bn"))
+    )
     huge = any(
-        "elements for 3 images, too many" in p for p in inspect_graph(_graph("Relu", ["batch", 2**28]))
+        "elements for 3 images, too many" in p
+        for p in graph_rules.inspect_graph(_graph("Relu", ["batch", 2**28]))
     )
     assert huge, "a tensor of a GiB for each image"
     seven: list[object] = ["batch", 1, 1, 1, 1, 1, 2]
-    assert any("7 dimensions" in p for p in inspect_graph(_graph("Relu", seven)))
-    assert any("float64" in p for p in inspect_graph(_graph("Relu", ["batch", 3], onnx.TensorProto.DOUBLE)))
+    assert any("7 dimensions" in p for p in graph_rules.inspect_graph(_graph("Relu", seven)))
+    assert any(
+        "float64" in p
+        for p in graph_rules.inspect_graph(_graph("Relu", ["batch", 3], onnx.TensorProto.DOUBLE))
+    )
     unknown = _graph("Expand", ["batch", 2, 3])  # to a shape that only the data tells
     unknown.graph.node[0].input.append("sizes")  # type: ignore[attr-defined]
     sizes = onnx.helper.make_tensor_value_info("sizes", onnx.TensorProto.INT64, [4])
     unknown.graph.input.append(sizes)  # type: ignore[attr-defined]
     wider = onnx.helper.make_tensor_value_info("scores", onnx.TensorProto.FLOAT, ["batch", 1, 2, 3])
     unknown.graph.output[0].CopyFrom(wider)  # type: ignore[attr-defined]
-    assert any("no inferable shape" in p for p in inspect_graph(unknown))
+    assert any("no inferable shape" in p for p in graph_rules.inspect_graph(unknown))
     broken = _graph("Relu", ["batch", 3])
     broken.graph.node[0].op_type = "NoSuchOperator"  # type: ignore[attr-defined]
-    assert any("onnx.checker" in p for p in inspect_graph(broken))
+    assert any("onnx.checker" in p for p in graph_rules.inspect_graph(broken))
 
 
 #: Rows of onnx-tensorrt's docs/operators.md for TensorRT 10.15 that say N.
@@ -605,9 +614,9 @@ REFUSED_BY_TENSORRT = """
 
 
 def test_list_of_operators() -> None:
-    assert to_onnx.SUPPORTED_OPS.isdisjoint(to_onnx.FORBIDDEN_OPS)
-    assert to_onnx.SUPPORTED_OPS.isdisjoint(REFUSED_BY_TENSORRT)
-    for name in to_onnx.SUPPORTED_OPS:
+    assert graph_rules.SUPPORTED_OPS.isdisjoint(graph_rules.FORBIDDEN_OPS)
+    assert graph_rules.SUPPORTED_OPS.isdisjoint(REFUSED_BY_TENSORRT)
+    for name in graph_rules.SUPPORTED_OPS:
         assert not onnx.defs.get_schema(name).deprecated, name
         onnx.defs.get_schema(name, 20)  # raises where TensorRT 10.0 cannot have known it
 

@@ -727,7 +727,8 @@ def _check_export(model: CapsuleNet, path: Path) -> None:
     """Exported by the package, then judged by ONNX and ONNX Runtime themselves, not by the package's report."""
     onnx = pytest.importorskip("onnx")
     runtime = pytest.importorskip("onnxruntime")
-    from capszoo.export.to_onnx import SUPPORTED_OPS, export
+    from capszoo.export.to_onnx import export
+    from capszoo.export.verify.graph_rules import SUPPORTED_OPS
 
     model.eval()
     calibrate(model)

@@ -19,6 +19,7 @@ from capszoo.cli import app
 from capszoo.errors import CapszooError
 from capszoo.export import to_onnx
 from capszoo.export.bundle import check_bundle, export_bundle
+from capszoo.export.options import TOLERANCES
 from capszoo.export.passes import int8
 from capszoo.export.to_onnx import ExportError
 from capszoo.export.verify.gate import _int8_accuracy
@@ -69,7 +70,7 @@ def test_bundled_weights_lose_at_most_half_a_point(name: str, data: str, root: P
     assert report.passed and report.accuracy["images"] == 800
     assert report.accuracy["lost"] <= int8.MAX_LOSS and report.accuracy["eager"] > 85
     # the graph before quantisation is held to float32's own limit
-    assert max(d.relative for d in report.float_comparisons) <= to_onnx.TOLERANCES["fp32"]
+    assert max(d.relative for d in report.float_comparisons) <= TOLERANCES["fp32"]
 
     proto = onnx.load(tmp_path / "model.onnx")
     values = {t.name: onnx.numpy_helper.to_array(t) for t in proto.graph.initializer}
