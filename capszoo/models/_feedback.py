@@ -59,11 +59,10 @@ class _Begin(_Hook):
     """
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        if args and isinstance(args[0], Tensor) and args[0].is_meta:
+        if not module.training or (args and isinstance(args[0], Tensor) and args[0].is_meta):
             return
         self.store.clear()
-        if module.training:
-            self.store[_LISTENING] = torch.empty(0)
+        self.store[_LISTENING] = torch.empty(0)
 
 
 class _End(_Hook):
@@ -185,20 +184,21 @@ class FeedbackAgreement(nn.Module):
             with evaluating(model), torch.no_grad():
                 # bypass the model's hooks: its pre-hook would see evaluation mode and not record
                 model.forward(torch.zeros(1, *size, device=like.device, dtype=like.dtype))
-            taken = {name: tuple(self._as_map(name, low).shape[1:]) for name, low in self._features.items()}
+            taken = {name: tuple(feature.shape[1:]) for name, feature in self._maps().items()}
         finally:
             self._features.clear()
-        taken.pop(_LISTENING, None)
         for low, high in self.pairs:
             for name in (low, high):
                 if name not in taken:
                     raise ValueError(f"module '{name}' was not called in the forward: name one that is")
         return taken
 
+    def _maps(self) -> dict[str, Tensor]:
+        """The recorded outputs as feature maps."""
+        return {name: self._as_map(name, f) for name, f in self._features.items() if name != _LISTENING}
+
     def _as_map(self, name: str, feature: Any) -> Tensor:
         """A recorded output as a feature map ``[b, c, h, w]``."""
-        if name == _LISTENING:
-            return feature
         rank = 3 if self.layout == "nlc" else 4
         if not isinstance(feature, Tensor) or feature.dim() != rank:
             kind = f"shape {tuple(feature.shape)}" if isinstance(feature, Tensor) else type(feature).__name__
@@ -228,7 +228,7 @@ class FeedbackAgreement(nn.Module):
                 "nothing to compare: call the model in training mode first"
                 + ("" if self._handles else " (this feedback was removed from its model)")
             )
-        features = {name: self._as_map(name, f) for name, f in self._features.items() if name != _LISTENING}
+        features = self._maps()
         self._features.clear()
         return [
             unit(features[low], features[high])

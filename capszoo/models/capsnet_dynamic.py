@@ -37,6 +37,7 @@ from capszoo.layers import (
     capsules_from_map,
 )
 from capszoo.layers._layout import out_size, split_axis
+from capszoo.layers._modules import at_least
 
 from ._base import CapsuleNet, CapsuleOutput, CouplingLayout, Votes, feature_levels
 from ._blocks import ConvBnAct, idpa_backbone_stages, init_conv_weights
@@ -113,6 +114,7 @@ class DynamicCapsNet(DynamicCapsNetBase):
         drop_rate: float = 0.0,
     ) -> None:
         super().__init__(num_classes, in_chans, img_size, global_pool, fixed_input_size=True, decoder=decoder)
+        at_least(1, stem_stride=stem_stride)
         self.caps_types, self.caps_dim, self.class_dim = caps_types, caps_dim, class_dim
         self.routing_iters, self.softmax_over, self.routing_init = routing_iters, softmax_over, routing_init
         self.num_features = self.head_hidden_size = caps_types * caps_dim
@@ -274,6 +276,7 @@ class SixLayerCapsNet(DynamicCapsNetBase):
         super().__init__(num_classes, in_chans, img_size, global_pool, fixed, decoder)
         if len(widths) != 4:
             raise ValueError(f"widths must be four numbers of channels, not {widths}")
+        at_least(1, caps_types=caps_types)
         if widths[-1] % caps_types or mid_caps % caps_types or mid_caps < caps_types:
             raise ValueError(
                 f"the last of widths ({widths[-1]}) and mid_caps ({mid_caps}) must be multiples of "

@@ -35,6 +35,8 @@ from torch import Tensor
 
 from capszoo.layers import ClassEM, ConvEM, SharedEM
 from capszoo.layers._layout import out_size, split_axis
+from capszoo.layers._modules import at_least
+from capszoo.layers._precision import finite_cast
 
 from ._base import CapsuleNet, CapsuleOutput, CouplingLayout, Votes, feature_levels
 from ._blocks import ConvBnAct, idpa_backbone_stages, init_conv_weights
@@ -188,6 +190,7 @@ class EMCapsNet(EMNetBase):
         super().__init__(num_classes, in_chans, img_size, global_pool, decoder, scores)
         if len(caps) < 2:
             raise ValueError(f"caps must name the primary capsules and at least one EM layer's, not {caps}")
+        at_least(1, caps=min(caps), stem_stride=stem_stride)
         self.caps, self.pose_size, self.class_dim = tuple(caps), pose_size, pose_size * pose_size
         self._lam = (lam_start, lam_step)
         self._routing: Dict[str, Any] = dict(
@@ -275,7 +278,7 @@ class EMCapsNet(EMNetBase):
             else:
                 x = stage(x)
         poses, logits, coupling = self.class_caps.route(self._children(x))
-        poses, logits = poses.to(x.dtype), logits.to(x.dtype)
+        poses, logits = poses.to(x.dtype), finite_cast(logits, x.dtype)
         return CapsuleOutput(self._scores(logits), poses, torch.sigmoid(logits), (*couplings, coupling))
 
     def coupling_map(self, x: Tensor) -> Tensor:
@@ -415,7 +418,7 @@ class SixLayerEMCapsNet(EMNetBase):
         poses, activations = self._mid_children(poses.to(x.dtype), logits.to(x.dtype))
         activations = self.head_drop(activations)
         poses, logits, class_couplings = self.class_caps.route(poses, activations)
-        return poses.to(x.dtype), logits.to(x.dtype), mid_couplings, class_couplings, activations
+        return poses.to(x.dtype), finite_cast(logits, x.dtype), mid_couplings, class_couplings, activations
 
     def forward_capsules(self, x: Tensor) -> CapsuleOutput:
         """Images to scores and activations ``[b, n]``, class poses ``[b, n, e]``, couplings of both layers."""

@@ -169,6 +169,7 @@ class SabourCNN(ConvNet):
         super().__init__(
             num_classes, in_chans, img_size, global_pool, fixed_input_size=True, pooling="flatten"
         )
+        _check_widths(widths, 3)
         chans = (in_chans, *widths)
         stages: "OrderedDict[str, nn.Module]" = OrderedDict(
             (f"conv{i + 1}", ConvActBn(chans[i], chans[i + 1], 5, padding=2, bn=False)) for i in range(3)
@@ -239,7 +240,7 @@ class MultiMnistCNN(ConvNet):
 class BaselineCNN(ConvNet):
     """Three strided convolutions with average pooling between: ``cnn_baseline``.
 
-    The last pooling, 2x2 in the tables, covers the whole grid here, so that every image size works.
+    The last pooling, 2x2 in the tables, covers the whole grid here, so that every image size from 5 pixels works.
 
     Args:
         num_classes, in_chans, img_size, global_pool: see :class:`ConvNet`; no weight depends on ``img_size``.
@@ -260,6 +261,8 @@ class BaselineCNN(ConvNet):
         drop_rate: float = 0.0,
     ) -> None:
         super().__init__(num_classes, in_chans, img_size, global_pool, fixed_input_size=False, pooling="avg")
+        if min(self.img_size) < 5:
+            raise ValueError(f"img_size={self.img_size} is too small for this network's convolutions")
         stages: "OrderedDict[str, nn.Module]" = OrderedDict(
             conv1=ConvActBn(in_chans, width, stride=2, padding=1, bn=False),
             conv2=ConvActBn(width, width, stride=2, padding=1),
@@ -269,6 +272,11 @@ class BaselineCNN(ConvNet):
         self.head_drop = nn.Dropout(drop_rate)
         self.head_hidden_size = width
         self._finish(stages, (width,) * 3, (2, 4, 16))
+
+
+def _check_widths(widths: Tuple[int, ...], count: int) -> None:
+    if len(widths) != count or min(widths) < 1:
+        raise ValueError(f"widths must be {count} numbers of at least 1, not {widths}")
 
 
 class GridPool(nn.Module):
@@ -323,6 +331,7 @@ class SixLayerCNN(ConvNet):
         if pool_grid < 1:
             raise ValueError(f"pool_grid must be at least 1, not {pool_grid}")
         super().__init__(num_classes, in_chans, img_size, global_pool, fixed_input_size=False, pooling="avg")
+        _check_widths(widths, 5)
         chans, strides = (in_chans, *widths), (1, 1, 2, 2, 1)
         stages: "OrderedDict[str, nn.Module]" = OrderedDict(
             (f"conv{i + 1}", ConvBnAct(chans[i], chans[i + 1], stride=strides[i])) for i in range(5)

@@ -29,8 +29,9 @@ import torch.nn.functional as F
 from timm.models import register_model
 from torch import Tensor
 
-from capszoo.layers import SelfAttentionRouting, Squash, capsule_lengths, capsules_from_map
+from capszoo.layers import SelfAttentionRouting, Squash, capsule_lengths, capsules_from_map, upcast_half
 from capszoo.layers._forward_methods import ForwardMethods, forward_method
+from capszoo.layers._modules import at_least
 
 from ._base import CapsuleNet, CapsuleOutput, CouplingLayout, Votes, feature_levels
 from ._builder import build_capsule_model, model_cfg, zoo_cfgs
@@ -85,7 +86,8 @@ class PrimaryConv(ForwardMethods, nn.Conv2d):
         """
         batch, classes, types = share.shape[:3]
         stride: Any = self.stride
-        weight, terms = self.weight.abs(), x.abs().clamp_min(1e-6)
+        weight, share = upcast_half(self.weight.abs()), upcast_half(share)
+        terms = upcast_half(x).abs().clamp_min(1e-6)
         whole = F.conv2d(
             terms, weight, None, stride, groups=self.groups
         )  # total for each dimension of a child
@@ -146,6 +148,8 @@ class EfficientCapsNet(CapsuleNet):
         for name, values in (("widths", widths), ("kernels", kernels), ("strides", strides)):
             if len(values) != 4:
                 raise ValueError(f"{name} must be four numbers, not {values}")
+            at_least(1, **{name: min(values)})
+        at_least(1, primary_stride=primary_stride)
         if caps_dim < 1 or widths[-1] % caps_dim:
             raise ValueError(f"caps_dim={caps_dim} must divide the last of widths, {widths[-1]}")
         self.caps_dim, self.class_dim = caps_dim, class_dim

@@ -9,7 +9,7 @@ it in training is in ``capszoo/models/_feedback.py``.
 
 Our choices where the paper does not specify: above 64 pixels the stem is a ResNet's (7x7 of stride 2, max-pooling);
 ``encapnet_v2`` and ``encapnet_v3`` divide their 101 layers as 9, 12, 69, 9 and leave the aide out of the first
-two modules.
+two modules. The stem has PyTorch's initial values (in the release Xavier's, without biases); a BatchNorm follows it.
 """
 
 from collections import OrderedDict
@@ -22,6 +22,7 @@ from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.models import register_model
 from torch import Tensor
 
+from capszoo.layers._modules import at_least
 from capszoo.layers.capconv import CapFC, EncapModule
 from capszoo.layers.squash import capsule_lengths
 
@@ -289,6 +290,7 @@ class EncapResNet(CapsuleNet):
         super().__init__(num_classes, in_chans, img_size, global_pool)
         if not (len(widths) == len(depths) == len(strides) and len(widths) >= 1):
             raise ValueError("widths, depths and strides must have one entry per stage")
+        at_least(1, widths=min(widths), depths=min(depths), strides=min(strides))
         self.head_drop = nn.Dropout(drop_rate)
         large = _is_large(stem, self.img_size)
         stages: "OrderedDict[str, nn.Module]" = OrderedDict(

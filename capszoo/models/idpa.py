@@ -29,6 +29,7 @@ from torch import Tensor
 
 from capszoo.layers import FCIDPA, CapsuleNorm, ConvIDPA, IDPAStack
 from capszoo.layers._layout import split_axis
+from capszoo.layers._modules import at_least
 
 from ._base import CapsuleNet, CapsuleOutput, CouplingLayout, Votes, feature_levels
 from ._blocks import idpa_backbone_stages, init_conv_weights
@@ -137,6 +138,7 @@ class IdpaNet(CapsuleNet):
         else:
             stages = OrderedDict(stem=ConvReLU(in_chans, backbone_chans))
             levels = [("stem", backbone_chans, 2)]
+        at_least(1, primary_stride=primary_stride)
         stages["primary"] = PrimaryConv(backbone_chans, self.num_features, primary_kernel, primary_stride)
         stages["norm"] = CapsuleNorm(pose_dim)
         levels += [(name, self.num_features, 2 * primary_stride) for name in ("primary", "norm")]

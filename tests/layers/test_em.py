@@ -469,7 +469,7 @@ def layers() -> list[tuple[str, nn.Module, Tensor]]:
 each_layer = pytest.mark.parametrize(("name", "layer", "x"), layers())
 
 
-def outputs(layer: nn.Module, x: Tensor) -> list[Tensor]:
+def outputs(layer: Any, x: Tensor) -> list[Tensor]:
     y = layer(x)
     return list(y) if isinstance(y, tuple) else [y]
 
@@ -519,9 +519,11 @@ def test_half_precision_is_float32_inside(name: str, layer: nn.Module, x: Tensor
 
 @each_layer
 def test_autocast_does_not_reach_inside(name: str, layer: nn.Module, x: Tensor) -> None:
-    expected = outputs(layer, x)
+    owner = layer.layer if isinstance(layer, Packed) else layer
+    poses = x[:, :12].flatten(2).unflatten(1, [3, 4]) if owner is not layer else x
+    expected = [*outputs(layer, x), *outputs(owner.votes, poses)]
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        given = outputs(layer, x)
+        given = [*outputs(layer, x), *outputs(owner.votes, poses)]
     for a, b in zip(given, expected, strict=True):
         assert torch.equal(a, b)
 

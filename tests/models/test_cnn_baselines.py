@@ -153,6 +153,14 @@ def test_pruned_for_features_no_parameter_is_left_over(name: str) -> None:
         ("cnn_baseline", {"global_pool": "max"}, ("avg", "global_pool")),
         ("cnn_multimnist_fc", {"img_size": 4}, "small"),
         ("cnn6", {"pool_grid": 0}, ("pool_grid", "1")),
+        ("cnn6", {"widths": (4, 4, 4, 4)}, ("widths", "5")),
+        ("cnn_sabour", {"widths": (4, 4)}, ("widths", "3")),
+        ("cnn_baseline", {"img_size": 4}, "small"),
+        ("resnet18_encap", {"depths": (0, 2, 2, 2)}, "depths"),
+        ("efficient_capsnet", {"strides": (1, 2, 2, 0)}, "strides"),
+        ("idpa_cnn", {"primary_stride": 0}, "primary_stride"),
+        ("capsnet_em", {"stem_stride": 0}, "stem_stride"),
+        ("capsnet_dynamic", {"stem_stride": 0}, "stem_stride"),
     ],
 )
 def test_wrong_arguments(name: str, args: dict, message: str) -> None:

@@ -185,6 +185,14 @@ def test_features_are_used_once_and_dropped() -> None:
         feedback()
 
 
+def test_a_forward_in_evaluation_mode_keeps_the_features() -> None:
+    model = tiny()
+    feedback, x = encapnet_feedback(model), images(model)
+    model(x)
+    model.eval()(x)
+    assert feedback() > 0
+
+
 def test_a_report_of_the_engines_does_not_replace_the_features() -> None:
     model = tiny()
     feedback = encapnet_feedback(model, groups=4)

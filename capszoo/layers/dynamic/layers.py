@@ -108,11 +108,10 @@ class DynamicRouting(_DynamicLayer):
 
         A contiguous copy of all votes would cost as much time as it saves (measured), and double the memory.
         """
-        return self.votes_through(x, self.weight)
+        return self._votes(x)
 
-    def votes_through(self, x: Tensor, weight: Tensor) -> Tensor:
-        """:meth:`votes` with a given weight, for example the layer's weight in another dtype."""
-        votes = torch.bmm(x.transpose(0, 1), weight)  # [i, b, d] @ [i, d, j*e] -> [i, b, j*e]
+    def _votes(self, x: Tensor) -> Tensor:
+        votes = torch.bmm(x.transpose(0, 1), self.weight)  # [i, b, d] @ [i, d, j*e] -> [i, b, j*e]
         votes = votes.reshape(self.in_caps, -1, self.out_caps, self.out_dim)
         return votes.permute(1, 2, 0, 3)
 
@@ -153,9 +152,7 @@ class DynamicRouting(_DynamicLayer):
             poses = squash(self.sum_of_votes(x))
             couplings = self.first_couplings(poses)
         else:
-            poses, couplings = dynamic_routing(
-                self.votes_through(x, self.weight), num_iters, self.softmax_over, self.start
-            )
+            poses, couplings = dynamic_routing(self._votes(x), num_iters, self.softmax_over, self.start)
         return Routed([poses], [], couplings if need_couplings else None)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -107,7 +107,8 @@ class ConvEM(MatrixEM):
         poses = upcast_half(x[:, : self.in_caps * self.pose_dim]).permute(0, 2, 3, 1)
         poses = windows(poses, self.kernel_size, self.stride).flatten(3)
         poses = poses.unflatten(3, (-1, self.pose_size, self.pose_size))  # [b, h', w', i, p, q]
-        return torch.einsum("bhwipq,ijqr->bhwjipr", poses, upcast_half(self.weight)).flatten(5)
+        with torch.autocast(x.device.type, enabled=False):
+            return torch.einsum("bhwipq,ijqr->bhwjipr", poses, upcast_half(self.weight)).flatten(5)
 
     @forward_method
     def route(self, x: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
@@ -233,7 +234,8 @@ class ClassEM(MatrixEM):
     def votes(self, x: Tensor) -> Tuple[Tensor, Tensor]:
         """Map to votes ``[b, n, h*w*in_caps, p*p]``, coordinates added, and activations ``[b, h*w*in_caps]``."""
         torch._assert(x.shape[1] == self.in_caps * (self.pose_dim + 1), self._channels_message)
-        return self._votes_through(upcast_half(x), self.flat_weight())
+        with torch.autocast(x.device.type, enabled=False):
+            return self._votes_through(upcast_half(x), self.flat_weight())
 
     def _votes_through(self, x: Tensor, flat_weight: Tensor) -> Tuple[Tensor, Tensor]:
         h, w = x.shape[2], x.shape[3]
@@ -336,7 +338,8 @@ class SharedEM(SharedSteps, EMLayer):
     @forward_method
     def votes(self, x: Tensor) -> Tensor:
         """Children ``[b, g, d, s]`` to votes ``[b, j, g * s, e]``, which the routing itself never forms."""
-        votes = torch.einsum("bgds,jgde->bjgse", upcast_half(x), upcast_half(self.weight))
+        with torch.autocast(x.device.type, enabled=False):
+            votes = torch.einsum("bgds,jgde->bjgse", upcast_half(x), upcast_half(self.weight))
         return (votes + upcast_half(self.bias).unsqueeze(2)).flatten(2, 3)
 
     def shared_tensors(self) -> List[Tensor]:
