@@ -160,7 +160,7 @@ class LoadedModel:
         return {key: own[key] for key in keys if not getattr(options.get("options"), key, "")}
 
 
-def load(name: str, device: str | None = None, **kwargs: Any) -> LoadedModel:
+def load(name: str | Path, device: str | None = None, **kwargs: Any) -> LoadedModel:
     """Load a model with its weights.
 
     Args:
@@ -175,4 +175,4 @@ def load(name: str, device: str | None = None, **kwargs: Any) -> LoadedModel:
         WeightsError: the weights are damaged, do not fit, or lack their metadata.
         CapszooError: there are no weights, or nothing that can be loaded.
     """
-    return LoadedModel(name, load_model(name, device=device, **kwargs))
+    return LoadedModel(str(name), load_model(str(name), device=device, **kwargs))

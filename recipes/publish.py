@@ -51,8 +51,6 @@ __all__ = ["PublishError", "publish", "publish_all", "stage"]
 #: Names of the files of a repository that we write.
 WRITTEN = {HUB_FILENAME, METADATA_FILENAME, "config.json", "README.md", GOLDEN, LABELS, CURVES, CONFUSION}
 
-#: Number of raw images for golden outputs if a run has none.
-
 
 @dataclass(frozen=True)
 class Checkpoint:
@@ -303,6 +301,7 @@ def publish_all(
 
     It stops at the first failure; the next call skips what is already published, and resumes.
     """
+    check_repo_id(f"{org}/name")
     done: list[dict[str, Any]] = []
     names = checkpoints(aliases=False)
     for name in names:

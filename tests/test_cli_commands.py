@@ -299,7 +299,7 @@ def test_compare_two_models(root: Path, tmp_path: Path, monkeypatch: pytest.Monk
     assert found["n"] == COUNTS["train"] != COUNTS["test"]
     monkeypatch.setenv("CAPSZOO_DATA", str(tmp_path))
     text = run("compare", *names, *options, "--json")
-    assert_names(text.stderr, ["MNIST"])
+    assert_names(json.loads(text.stdout)["agreement_missing"], ["MNIST"])
     assert json.loads(text.stdout)["agreement"] is None
     text = succeeds("compare", *names, *options)
     assert "not measured; MNIST (test) not found" in text

@@ -101,6 +101,9 @@ def refusal(error: BaseException, repo_id: str) -> tuple[str, str]:
         return "it is no name of a repository", "give hf-hub:USER/NAME"
     if is_(OfflineModeIsEnabled):
         return "HF_HUB_OFFLINE is set", "unset it for the first call"
+    disk = next((one for one in causes if isinstance(one, OSError) and one.filename), None)
+    if disk is not None:
+        return f"{disk.filename}: {disk.strerror}", "check its permissions and its space, or set HF_HOME"
     if is_(LocalEntryNotFoundError) or _status(error) is None:
         return "no connection", f"check the connection to {ENDPOINT}"
     message = " ".join((str(error).strip().splitlines() or [type(error).__name__])[0].split())[:200]
@@ -252,6 +255,8 @@ def _wait(error: BaseException) -> int | None:
 
 def _explained(error: Exception, status: int | None, wait: int | None, repo_id: str) -> PublishError:
     """One line about the Hub's response, and the remedy."""
+    from huggingface_hub.errors import OfflineModeIsEnabled
+
     again = "then give the same command again"
     namespace = repo_id.partition("/")[0]
     if status == 401:
@@ -286,6 +291,8 @@ def _explained(error: Exception, status: int | None, wait: int | None, repo_id: 
         return PublishError(
             f"the Hub failed ({status})", "give the same command again later; it resumes there"
         )
+    if isinstance(error, OfflineModeIsEnabled):
+        return PublishError("HF_HUB_OFFLINE is set", f"unset it, {again}")
     message = getattr(error, "server_message", None) or str(error) or type(error).__name__
     reason = " ".join(str(message).split())[:200]
     if status is not None:

@@ -34,6 +34,7 @@ REQUIREMENTS = (
     "rich>=13",
     "matplotlib>=3.8",
     "captum>=0.7",
+    "scipy>=1.13",
     "onnx>=1.18",
     "onnxscript>=0.7.2",
     "onnxruntime>=1.21",

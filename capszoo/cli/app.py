@@ -19,7 +19,7 @@ def app_command(
         list[str] | None,
         typer.Argument(
             metavar="[MODEL]...",
-            help="Models to choose from, as `capszoo predict` takes them (default: every checkpoint).",
+            help="Models to choose from, but no exported files (default: every checkpoint).",
             show_default=False,
             autocompletion=complete_model,
         ),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from .._pretrained.catalogue import check_model_argument, checkpoints, exported_file
 from .._pretrained.info import default_weights
@@ -31,6 +31,7 @@ from .common import (
     refuse_unused,
     stderr,
     stdout,
+    was_given,
 )
 
 if TYPE_CHECKING:
@@ -173,10 +174,16 @@ def compare_runtimes(
 
 def _print_timings(rows: list[dict[str, Any]], first: str = "runtime") -> None:
     reference = escape(rows[0]["runner"]) if rows else "the first"
-    columns = (first, "batch size", "ms/batch", "images/s", f"speed-up over {reference}")
+    columns = (
+        Column(first, no_wrap=True),
+        "batch size",
+        "ms/batch",
+        "images/s",
+        f"speed-up over {reference}",
+    )
     times = Table(*columns, box=None, pad_edge=False)
     for row in rows:
-        shown = f"{row['milliseconds']:.2f}", f"{row['images_per_second']:.0f}", f"{1 / row['ratio']:.2f}"
+        shown = f"{row['milliseconds']:.2f}", f"{row['images_per_second']:.0f}", f"{row['speed_up']:.2f}"
         times.add_row(escape(row["runner"]), str(row["batch"]), *shown)
     stdout().print(times)
 
@@ -217,27 +224,20 @@ def compare_command(
     if names[0] == names[1]:
         raise UsageError(f"{model} and {other} are the same weights", "give two models")
     about = [_about(name) for name in names]
-    measured, why = _agreement(names, dataset, data, split=split, limit=limit, seed=seed, device=device)
+    asked = any(was_given(context, name) for name in ("data", "dataset", "split", "limit", "seed"))
+    measured, why = _agreement(
+        asked, names, dataset, data, split=split, limit=limit, seed=seed, device=device
+    )
     from ..export.benchmark import time_models
 
     nets = {name: _load(name, device) for name in names}
     with stderr().status("timing"):
         timings = time_models(nets, sizes, repeats)
     if as_json:
-        print_json({"models": about, "agreement": measured, "timings": timings})
-        if measured is None and why:
-            stderr().print(escape(f"note: agreement not measured: {why}"), soft_wrap=True)
+        print_json(
+            {"models": about, "agreement": measured, "agreement_missing": why or None, "timings": timings}
+        )
         return
-    _print_comparison(about, names, measured, why, timings)
-
-
-def _print_comparison(
-    about: list[dict[str, Any]],
-    names: list[str],
-    measured: dict[str, Any] | None,
-    why: str,
-    timings: list[dict[str, Any]],
-) -> None:
     _print_models(about)
     stdout().print()
     if measured is None:
@@ -251,7 +251,13 @@ def _print_comparison(
 
 def _print_models(about: list[dict[str, Any]]) -> None:
     table = Table(
-        "model", "parameters", "multiply-adds", "stated top-1 %", "data set", box=None, pad_edge=False
+        Column("model", no_wrap=True),
+        "parameters",
+        "multiply-adds",
+        "stated top-1 %",
+        "data set",
+        box=None,
+        pad_edge=False,
     )
     for row in about:
         top1 = "" if row["top1"] is None else f"{row['top1']:.2f}"
@@ -299,14 +305,13 @@ def _measure_agreement(
 
 
 def _agreement(
-    names: list[str], dataset: str | None, data: str | None, **options: Any
+    asked: bool, names: list[str], dataset: str | None, data: str | None, **options: Any
 ) -> tuple[dict[str, Any] | None, str]:
-    """As ``_measure_agreement``, if there are images; the folder that ``CAPSZOO_DATA`` names may lack them.
+    """As ``_measure_agreement``, if there are images; unless ``asked``, ``CAPSZOO_DATA``'s folder may lack them.
 
     Returns the result, or None and the reason (empty: no images were given).
     """
-    asked = data is not None or dataset is not None
-    if not asked and not os.environ.get("CAPSZOO_DATA"):
+    if data is None and dataset is None and not os.environ.get("CAPSZOO_DATA"):
         return None, ""
     try:
         return _measure_agreement(names, dataset, data, **options), ""

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from ..errors import CapszooError, UsageError
+from ..errors import CapszooError, UsageError, unknown_name
 from .common import DpiOption, FormatOption, StyleOption, picture, refuse_unused, stdout
 
 KINDS, AXES = ("training", "routing", "robustness"), ("epoch", "images")
@@ -46,7 +46,6 @@ def curves_command(
     dpi: DpiOption = None,
 ) -> None:
     """Draw several training runs, or the robustness of several models, in one picture."""
-    from ..errors import unknown_name
     from ..explain.plotting import require_matplotlib
 
     file = picture(out, format, style, dpi, what, numbers="model" if what == "robustness" else "run")

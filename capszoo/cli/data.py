@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from .._utils.devices import check_device
 from ..errors import UsageError
@@ -34,7 +34,7 @@ def list_sets_command(as_json: JsonOption = False) -> None:
     if as_json:
         print_json(rows)
         return
-    table = Table("data set", "input", "images", "what it is", box=None, pad_edge=False)
+    table = Table(Column("data set", no_wrap=True), "input", "images", "what it is", box=None, pad_edge=False)
     for row in rows:
         built = "built by `capszoo data h-imagenet`" if row["name"] == "h_imagenet" else row["splits"]
         table.add_row(escape(row["name"]), row["input"], built, escape(row["title"]))

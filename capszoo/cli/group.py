@@ -73,7 +73,7 @@ class OneLineErrors(TyperGroup):
         for name in ("stdout", "stderr"):
             if getattr(sys, name) is None:  # closed by the caller (`2>&-`)
                 setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))
-        if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape"):
             # a name that the terminal's encoding lacks must not lose the results
             sys.stdout.reconfigure(errors="backslashreplace")
         began = time.monotonic()

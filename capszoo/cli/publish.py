@@ -60,7 +60,10 @@ def publish_command(
     if space:
         if run is None or repo_id is None:
             raise UsageError("--space takes no --all", "give the names of models, and USER/NAME")
-        _publish_space(run.split(","), repo_id, private, dry_run, out, as_json)
+        names = [name.strip() for name in run.split(",")]
+        if "" in names:
+            raise UsageError("RUN has an empty name", "give names, with commas between them")
+        _publish_space(names, repo_id, private, dry_run, out, as_json)
         return
     require("publishing", ("pydantic", "yaml", "matplotlib"), "train")
     from ..recipes.publish import publish, publish_all
@@ -110,7 +113,11 @@ def _publish_space(
         workplace(out or Path(temporary) / "space", folder=True) as folder,
     ):
         files = write_space(names, folder, repo_id.rpartition("/")[2])
-        result: dict[str, Any] = {"repo_id": repo_id, "files": [file.as_posix() for file in files]}
+        result: dict[str, Any] = {
+            "repo_id": repo_id,
+            "files": [file.as_posix() for file in files],
+            "url": None,
+        }
         if not dry_run:
             result |= upload_space(folder, repo_id, private, _say)
         if out is not None:  # after the upload: the same command can be given again after a failure
@@ -120,6 +127,6 @@ def _publish_space(
     if as_json:
         print_json(result)
         return
-    message = f"{result['url']}: published" if "url" in result else f"{repo_id}: written; nothing was sent"
+    message = f"{result['url']}: published" if result["url"] else f"{repo_id}: written; nothing was sent"
     kept = f"; kept in {out}" if out else ""
     stdout().print(escape(f"{message}, {len(files)} files{kept}"), soft_wrap=True)

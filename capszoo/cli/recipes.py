@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from .._utils.files import write_atomically
 from ..errors import CapszooError, UsageError, require
@@ -54,7 +54,7 @@ def list_recipes_command(
         return
     if not rows:
         raise CapszooError(f"no recipe matching '{filter}'", "`capszoo recipes list` shows every recipe")
-    table = Table("recipe", "data set", "epochs", "profiles", box=None, pad_edge=False)
+    table = Table(Column("recipe", no_wrap=True), "data set", "epochs", "profiles", box=None, pad_edge=False)
     for row in rows:
         table.add_row(row["name"], row["dataset"], str(row["epochs"]), ", ".join(row["profiles"]))
     stdout().print(table)

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from .._pretrained.catalogue import (
     architectures,
@@ -180,7 +180,15 @@ def _print_facts(about: dict[str, Any]) -> None:
 
 def _weights_table(entries: list[dict[str, Any]]) -> Table:
     weights = Table(
-        "weights", "data set", "top-1 %", "input", "scores", "licence", "sha256", box=None, pad_edge=False
+        Column("weights", no_wrap=True),
+        "data set",
+        "top-1 %",
+        "input",
+        "scores",
+        "licence",
+        "sha256",
+        box=None,
+        pad_edge=False,
     )
     for entry in entries:
         stored = "" if entry["stored_as"] == entry["name"] else f" = {entry['stored_as']}"
