@@ -22,9 +22,10 @@ from typing import Any, overload
 from torch import nn
 
 from ._utils.choices import names_onnx_file
+from .errors import UnknownArgument, UsageError, unknown_name
 from .explain import Explanation, explain
 from .inference import ImagePrediction, label_names, load_model, predict
-from .preprocess import ImageLike, as_image, is_image_like, model_input_size, model_transform
+from .preprocess import ImageLike, ImageTransform, as_image, is_image_like, model_input_size, model_transform
 from .scores import score_kind
 
 __all__ = ["ExportedModel", "LoadedModel", "load"]
@@ -100,7 +101,7 @@ class LoadedModel:
             ['3', '7']
         """
         predictions = predict(
-            self.net, images, topk, batch_size, transform=model_transform(self.net, **reading)
+            self.net, images, topk, batch_size, transform=self._transform(reading, "topk", "batch_size")
         )
         return predictions[0] if is_image_like(images) else predictions
 
@@ -121,8 +122,15 @@ class LoadedModel:
             CapszooError: the file cannot be read, the model has no couplings, or captum is not installed.
             UsageError: no such class or method, or an array that is no image.
         """
-        transform = model_transform(self.net, **reading)
+        transform = self._transform(reading, "target", "method")
         return explain(self.net, transform(as_image(image)), target, name=self.name, method=method)
+
+    def _transform(self, reading: dict[str, Any], *others: str) -> ImageTransform:
+        names = ("background", "invert", "fit")
+        for name in reading:
+            if name not in names:
+                raise UnknownArgument(unknown_name("argument", name, (*others, *names)))
+        return model_transform(self.net, **reading)
 
     def export(self, path: str | Path, **options: Any) -> ExportedModel:
         """Write the model as an ONNX file, or as a bundle with everything needed for serving.
@@ -175,4 +183,8 @@ def load(name: str | Path, device: str | None = None, **kwargs: Any) -> LoadedMo
         WeightsError: the weights are damaged, do not fit, or lack their metadata.
         CapszooError: there are no weights, or nothing that can be loaded.
     """
+    if not isinstance(name, (str, Path)):
+        raise UsageError(
+            f"{type(name).__name__} is no name", "for a network of yours: LoadedModel(NAME, net)"
+        )
     return LoadedModel(str(name), load_model(str(name), device=device, **kwargs))

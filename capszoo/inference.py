@@ -109,7 +109,7 @@ def _predict_chunk(
     results = []
     for i, (name, _) in enumerate(chunk):
         if i in errors:
-            results.append(ImagePrediction(name, error=errors[i]))
+            results.append(ImagePrediction(name, error=errors[i], score_kind=kind))
             continue
         best, classes, probable, size, remarks = next(rows)
         top = tuple(

@@ -78,14 +78,16 @@ def as_image(image: ImageLike) -> Image.Image:
     """Convert any representation of one image to a picture.
 
     Args:
-        image: a file's path; a picture; an array or tensor, ``[h, w, c]`` (or ``[h, w]``) of uint8 or ``[c, h, w]`` of
-            floating-point numbers in 0..1, with 1 channel (grey), 3 (RGB) or 4 (RGB and opacity).
+        image: a file's path; a picture; an array or tensor, ``[h, w, c]`` of uint8 or ``[c, h, w]`` of
+            floating-point numbers in 0..1, with 1 channel (grey), 3 (RGB) or 4 (RGB and opacity); ``[h, w]`` is grey.
 
     Raises:
         CapszooError: a file or a picture that cannot be read.
         UsageError: an array of an invalid shape, dtype or range, or no image at all.
     """
     if isinstance(image, (str, Path)):
+        if str(image).startswith(("http://", "https://")):
+            raise UsageError(f"{image} is on the web: images are read from files", "download it first")
         return load_image(image)
     if isinstance(image, Image.Image):
         return upright_picture(image)
@@ -97,9 +99,12 @@ def as_image(image: ImageLike) -> Image.Image:
     array = np.asarray(image)
     taken = "arrays are [h, w, c] uint8 or [c, h, w] float in 0..1, with 1, 3 or 4 channels"
     shape = " x ".join(map(str, array.shape))
+    if array.ndim == 4:
+        raise UsageError(f"an array of {shape} is several images", "give a list of them: list(batch)")
     if array.dtype == np.uint8:
         array = array[..., None] if array.ndim == 2 else array
-    elif np.issubdtype(array.dtype, np.floating) and array.ndim == 3:
+    elif np.issubdtype(array.dtype, np.floating) and array.ndim in (2, 3):
+        array = array[None] if array.ndim == 2 else array
         if not (np.isfinite(array).all() and array.min(initial=0) >= 0 and array.max(initial=1) <= 1):
             raise UsageError("an array of floats with values outside 0..1", taken)
         array = np.rint(array.transpose(1, 2, 0) * 255).astype(np.uint8)

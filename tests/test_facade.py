@@ -15,7 +15,7 @@ from timm.models import save_for_hf
 
 import capszoo
 from capszoo._pretrained.info import stored_file
-from capszoo.errors import CapszooError, UsageError
+from capszoo.errors import CapszooError, UnknownArgument, UsageError
 from capszoo.inference import predict
 from capszoo.preprocess import as_image
 from capszoo.scores import score_kind
@@ -73,21 +73,32 @@ def test_every_way_to_give_an_image(model: capszoo.LoadedModel) -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        np.zeros((28, 28), np.float32),
         np.zeros((28, 28, 1), np.int64),
         np.zeros((28, 28, 2), np.uint8),
-        np.zeros((4, 28, 28, 3), np.uint8),
         np.full((1, 28, 28), 1.5, np.float32),
         np.full((1, 28, 28), -0.1, np.float32),
         np.full((1, 28, 28), np.nan, np.float32),
         np.zeros((28, 28, 3), np.float32),  # channels come first in floats
         np.zeros((0, 28, 1), np.uint8),
-        torch.zeros(2, 1, 28, 28),
     ],
 )
 def test_arrays_that_are_no_image(model: capszoo.LoadedModel, wrong: object) -> None:
     with refuses(UsageError, names=["arrays"]):
         model.predict(wrong)  # type: ignore[call-overload]
+
+
+def test_what_a_call_could_mean_is_said(model: capszoo.LoadedModel) -> None:
+    for several in (torch.zeros(2, 1, 28, 28), np.zeros((4, 28, 28, 3), np.uint8)):
+        with refuses(UsageError, names=["list"]):
+            model.predict(several)
+    grey = np.zeros((28, 28), np.float32)
+    assert model.predict(grey).top == model.predict(grey.astype(np.uint8)).top
+    with refuses(UsageError, names=["web"]):
+        model.predict(["https://example.org/a.png"])
+    with refuses(UnknownArgument, names=["top_k", "topk"]):
+        model.predict(grey, top_k=3)
+    with refuses(UsageError, names=["LoadedModel"]):
+        capszoo.load(model.net)  # type: ignore[arg-type]
 
 
 def test_what_is_no_image_at_all(model: capszoo.LoadedModel) -> None:

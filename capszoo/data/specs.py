@@ -356,6 +356,14 @@ def source_name(data: str | Path) -> str:
     return table or folder_name(text)
 
 
+def same_place(name: str, other: str) -> bool:
+    """Whether two names are of one set, or of one folder or file by a relative and by an absolute path."""
+    (prefix, _, path), (other_prefix, _, other_path) = name.partition(":"), other.partition(":")
+    if name == other or not path or prefix != other_prefix:
+        return name == other
+    return os.path.realpath(expanded(path)) == os.path.realpath(expanded(other_path))
+
+
 def check_name(name: str) -> str:
     """Return the name if ``load_dataset`` accepts it; else raise ``DataError`` with the nearest known one."""
     prefix = _prefix(name)

@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 _MEANING = {
-    "scores": "class scores; their argmax is the prediction (capsule lengths, activations or logits)",
+    "scores": "class scores; their argmax is the prediction",
     "poses": "class capsules",
     "activations": "how present each class is",
     "couplings": "shares that each child capsule gives its parents, last iteration; of Heinsen's routing the credit",

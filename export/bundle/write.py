@@ -263,6 +263,8 @@ def _readme(manifest: dict[str, Any], triton: Sequence[str]) -> str:
         "```",
         "",
         f"- Input `{spec['name']}`: [batch, {channels}, {height}, {width}], {spec['color_order']}, {normal}.",
+        f"- An image: {spec['resize']}; {spec['interpolation']}, antialiased as by Pillow (all in `preprocess.json`).",
+        f"- `labels.txt` names the classes in the order of the scores ({spec['score_kind'].replace('_', ' ')}).",
         f"- Batch: {batch['min']}, fixed."
         if batch["min"] == batch["max"]
         else f"- Batch: {batch['min']} to {batch['max']}. {batch['empty']}.",

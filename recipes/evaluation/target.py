@@ -35,7 +35,7 @@ from capszoo.data import (
 from capszoo.data.folders import find_splits, holds_classes
 from capszoo.data.readers import MODES
 from capszoo.data.roots import given_root
-from capszoo.data.specs import RESIZED, Side, both_sides, folder_name, table_name
+from capszoo.data.specs import RESIZED, Side, both_sides, folder_name, same_place, table_name
 from capszoo.errors import CapszooError, UsageError, spelling_difference
 from capszoo.metadata import DataRecord, RecipeRecord
 from capszoo.models._factory import create_model, list_models
@@ -372,7 +372,7 @@ def _load(
 ) -> tuple[ImageSet | StreamedSet, Crops | None]:
     """Images at the model's input size, or at the size that crops are taken from."""
     recipe = info.metadata.trained if info else RecipeRecord()
-    same_set = recipe.data.name == dataset
+    same_set = same_place(str(recipe.data.name), dataset)
     trained = recipe.data if same_set else DataRecord()
     objects = None if same_set or multi else _object_size(net)
     augment = trained.augment
@@ -479,7 +479,7 @@ def _read_split(
     if named and drawn_from and whole.fingerprint() != drawn_from:
         raise DataError(
             f"the images of {dataset} are not those of the training any more, and the held-out ones would be others: "
-            "put them back, or use --split test"
+            f"put them back, or use --split {'test' if 'test' in splits else 'train'}"
         )
     return split_validation(whole, held_out, trained.val_seed or 0, stratified)[1]
 

@@ -25,8 +25,9 @@ import yaml
 from torch import nn
 
 from capszoo._pretrained.info import run_weights
-from capszoo._utils.files import expanded, not_writable, remove_stale, write_atomically
+from capszoo._utils.files import not_writable, remove_stale, write_atomically
 from capszoo._version import __version__
+from capszoo.data.specs import same_place
 from capszoo.errors import CapszooError
 
 from ..config import DERIVED_KEYS, MACHINE_KEYS, NEUTRAL_KEYS, Recipe
@@ -87,8 +88,8 @@ def check_run(recipe: Recipe, out: Path, resume: bool) -> None:
     wanted_recipe = recipe.model_dump(mode="json")
     for key in (MACHINE_KEYS | NEUTRAL_KEYS) & old.keys():
         old[key] = wanted_recipe[key]
-    if _same_folder(old, wanted_recipe):
-        old["data"]["name"] = wanted_recipe["data"]["name"]
+    if same_place(str((old.get("data") or {}).get("name")), recipe.data.name):
+        old["data"]["name"] = recipe.data.name
     key, was, wanted = first_difference(old, wanted_recipe)
     if key and not is_unused(out):
         resumed = f"resume that run: capszoo train {shlex.quote(str(before))} --out {shlex.quote(str(out))}"
@@ -96,14 +97,6 @@ def check_run(recipe: Recipe, out: Path, resume: bool) -> None:
             f"{out} holds a run with {key}={was}, this recipe says {wanted}: choose another --out, "
             f"or {_start_from(out) or resumed}"
         )
-
-
-def _same_folder(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
-    """Whether two recipes name one folder of images, by a relative and by an absolute path."""
-    names = [str((tree.get("data") or {}).get("name")) for tree in (old, new)]
-    prefixes = [name.partition(":")[0] for name in names]
-    places = [os.path.realpath(expanded(name.partition(":")[2])) for name in names]
-    return all(":" in name for name in names) and prefixes[0] == prefixes[1] and places[0] == places[1]
 
 
 def _start_from(out: Path) -> str:

@@ -190,10 +190,10 @@ def test_a_run_from_before_a_key_was_new_goes_on(tmp_path: Path) -> None:
     old = recipe.model_dump(mode="json")
     del old["data"]["size"]
     old["data"]["augment"] = {"shift": 0, "flip": False}
-    (tmp_path / "recipe.json").write_text(json.dumps(old))
+    (tmp_path / "recipe.yaml").write_text(json.dumps(old))
     check_run(recipe, tmp_path, True)
     (tmp_path / "metrics.jsonl").write_text("{}\n")  # an epoch has ended
     old["data"]["augment"] = {"shift": 2, "flip": False}
-    (tmp_path / "recipe.json").write_text(json.dumps(old))
+    (tmp_path / "recipe.yaml").write_text(json.dumps(old))
     with refuses(TrainingError, names=["shift", "2"]):
         check_run(recipe, tmp_path, True)

@@ -120,7 +120,8 @@ def open_images(
 def _no_split(name: str, folder: Path, missing: Sequence[str]) -> DataError:
     """The error about a folder without the split that is read, or without the training split."""
     if any(sub.is_dir() for sub in folder.iterdir()):
-        return DataError(f"{name}: {folder} has no sub-folder {' or '.join(missing)}")
+        remedy = "in a recipe set data.test=false" if "test" in missing else ""
+        return DataError(f"{name}: {folder} has no sub-folder {' or '.join(missing)}", remedy)
     flat = sum(is_visible_image(file.name) for file in folder.iterdir())
     contents = f"holds {flat} images and" if flat else "has"
     return DataError(
