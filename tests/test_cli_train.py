@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import runpy
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -102,19 +100,3 @@ def test_an_empty_value_is_not_the_current_folder(arguments: tuple[str, ...], na
     line = fails(2, *arguments)
     assert_names(line, ["empty"])
     assert named in line
-
-
-@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
-@pytest.mark.parametrize(("module", "named"), [("train", "recipe"), ("evaluate", "model")])
-def test_modules_run_the_command_of_their_name(
-    module: str, named: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """In the first process of a training alone, a wrong call says why."""
-    for rank, lines in (("0", 1), ("1", 0)):
-        monkeypatch.setenv("RANK", rank)
-        monkeypatch.setattr(sys, "argv", [module, "nosuch"])
-        with pytest.raises(SystemExit) as ended:
-            runpy.run_module(f"capszoo.recipes.{module}", run_name="__main__")
-        said = capsys.readouterr().err
-        assert ended.value.code == 2 and said.count("\n") == lines
-        assert rank == "1" or f"unknown {named} 'nosuch'" in said

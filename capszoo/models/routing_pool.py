@@ -136,7 +136,8 @@ class RoutingPoolNet(CapsuleNet):
         super()._set_pool(kind)
         if self.global_pool == "" and self.num_classes:
             self.global_pool = self.default_pool
-        if self.global_pool == "routing":
+        self.routes = self.global_pool == "routing"
+        if self.routes:
             pool: nn.Module = RoutingPool2d(self.caps_dim, self.lam, self.routing_iters, flatten=True)
         else:
             pool = ReducePool(self.global_pool) if self.global_pool else nn.Identity()

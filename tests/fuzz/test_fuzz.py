@@ -208,7 +208,7 @@ class Inputs:
         }
         self.parquet, self.mat = _table(self.images[0]), _mat()
         run = folder / "run"
-        state = {"threads": 1, "seconds": 1.0, "sums": [0.0, 0.0, 0.0]}
+        state = {"threads": 1, "seconds": 1.0, "sums": [0.0, 0.0, 0.0], "updates_per_epoch": 3, "images": {}}
         for step in (1, 2):
             save_checkpoint(run, step, {"model": {"w": torch.ones(3)}}, {"lr": torch.ones(2)}, state)
 

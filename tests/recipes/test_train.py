@@ -262,7 +262,7 @@ def test_a_damaged_checkpoint_is_passed_over(
 
 def test_checkpoints_are_whole_or_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     weights = {"model": {"w": torch.arange(4.0)}}
-    position = {"seconds": 1.0, "sums": [0.0, 0.0, 0.0]}
+    position = {"seconds": 1.0, "sums": [0.0, 0.0, 0.0], "updates_per_epoch": 1, "images": {}}
     save_checkpoint(tmp_path, 1, weights, {"optimizer": {}}, position)
 
     def full_disk(*_: object) -> None:

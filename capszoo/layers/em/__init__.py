@@ -28,9 +28,9 @@ Each iteration, from ``R = 1 / parents``::
              logit_j = lambda_t * (beta_a - sum_h cost_jh)
     E-step   R_ij = softmax over parents of (log sigmoid(logit_j) - sum_h [log sigma_jh + (V - mu)^2 / 2 sigma^2])
 
-Deviations and choices of ours: ``lambda_t = 1 + t``. Variances have the floor ``var_floor``, and from the second
-iteration on also ``VAR_SHARE`` of the first iteration's variance. Normalised costs whose range may be rounding error
-are not stretched to the full range (``MIN_SHARE``: those that spread over less than this share of the mean cost).
+Deviations and choices of ours, all of them arguments: ``lambda_t = 1 + t``. Variances have the floor ``var_floor``, and
+from the second iteration on also ``var_share`` of the first iteration's variance. Normalised costs whose range may be
+rounding error are not stretched to the full range (``min_share``; these two are arguments of the functions only).
 ``eps`` is added to every child's activation, so that a weighted mean is defined where no child is active.
 Activations are returned before their sigmoid, which keeps their order where the sigmoid has saturated; without
 ``normalize_cost`` it saturates early (Li et al. call this option crucial). :class:`SharedEM` clamps poses and

@@ -38,6 +38,8 @@ def em_routing(
     eps: float = EPS,
     normalize_cost: bool = False,
     mean: Optional[Tensor] = None,
+    var_share: float = VAR_SHARE,
+    min_share: float = MIN_SHARE,
 ) -> Tuple[Tensor, Tensor, Tensor]:
     """Route votes by expectation-maximisation.
 
@@ -51,6 +53,9 @@ def em_routing(
         var_floor: smallest variance.
         eps: added to every child's activation, and shared evenly by the parents.
         normalize_cost: map the parents' costs of each item to [-5, 5], smallest to largest, before the sigmoid.
+        var_share: from the second iteration on, a variance is at least this share of the first iteration's.
+        min_share: with ``normalize_cost``, costs that spread over less than this share of the mean cost do not reach
+            5 (from the second iteration on; in the first, the limit is 0.01 nats per pose dimension).
         mean: ``[b, j, e]``, the first iteration's mean, if the caller can compute it without reading the votes (see
             :func:`first_weights`); computed here if None.
 
@@ -70,7 +75,7 @@ def em_routing(
     # (V - mean)^2 reads the votes once; written out, it and its gradient would read them three times
     squares = F.mse_loss(v, mean.reshape(-1, 1, pose_dim).expand_as(v), reduction="none")  # [bj, i, e]
     settings = Settings(num_iters, lam_start, lam_step, var_floor, eps, normalize_cost)
-    return route_moments(v, squares, mean, mean, activations, beta_v, beta_a, settings)
+    return route_moments(v, squares, mean, mean, activations, beta_v, beta_a, settings, var_share, min_share)
 
 
 def route_moments(
@@ -82,6 +87,8 @@ def route_moments(
     beta_v: Tensor,
     beta_a: Tensor,
     settings: Settings,
+    var_share: float = VAR_SHARE,
+    min_share: float = MIN_SHARE,
 ) -> Tuple[Tensor, Tensor, Tensor]:
     """:func:`em_routing` from moments of the votes: all operations on tensors of their size are ``torch.bmm``.
 
@@ -102,7 +109,7 @@ def route_moments(
     variance = (
         torch.bmm(even_weights(even, parents), squares).reshape(-1, parents, pose_dim).clamp_min(var_floor)
     )
-    least = (VAR_SHARE * variance).clamp_min(var_floor)  # [b, j, e]
+    least = (var_share * variance).clamp_min(var_floor)  # [b, j, e]
     logits, log_sigma = parent_logits(mass, variance, beta_v, beta_a, lam_start, normalize_cost, 0.0)
     shift = torch.zeros_like(mean)  # mu - first mean
     coupling = torch.full_like(activations, 1.0).unsqueeze(1).expand(-1, parents, -1) / parents  # [b, j, i]
@@ -125,7 +132,7 @@ def route_moments(
         second = torch.bmm(weights, squares).reshape(-1, parents, pose_dim)  # about the first mean
         variance = torch.maximum(second - shift * shift, least)
         lam = lam_start + lam_step * t
-        logits, log_sigma = parent_logits(mass, variance, beta_v, beta_a, lam, normalize_cost, MIN_SHARE)
+        logits, log_sigma = parent_logits(mass, variance, beta_v, beta_a, lam, normalize_cost, min_share)
     return mean + shift, logits, coupling
 
 

@@ -58,6 +58,8 @@ def shared_em_routing(
     var_floor: float = VAR_FLOOR,
     eps: float = EPS,
     normalize_cost: bool = True,
+    var_share: float = VAR_SHARE,
+    min_share: float = MIN_SHARE,
     need_couplings: bool = True,
 ) -> Tuple[Tensor, Tensor, Optional[Tensor]]:
     """EM routing from capsules whose transforms are shared over a grid, without forming votes.
@@ -79,7 +81,8 @@ def shared_em_routing(
         activations: ``[b, g, s]``, not negative.
         weight: ``[j, g, d, e]``.
         bias: ``[j, g, e]``.
-        beta_v, beta_a, num_iters, lam_start, lam_step, var_floor, eps, normalize_cost: see :func:`em_routing`.
+        beta_v, beta_a, num_iters, lam_start, lam_step, var_floor, eps, normalize_cost, var_share, min_share: see
+            :func:`em_routing`.
         need_couplings: whether to return the couplings.
 
     Returns:
@@ -91,7 +94,9 @@ def shared_em_routing(
     """
     settings = Settings(num_iters, lam_start, lam_step, var_floor, eps, normalize_cost)
     tensors = [weight, bias, beta_v, beta_a]
-    routed = SharedSteps().route_shared([x, activations], tensors, settings, need_couplings)
+    routed = SharedSteps().route_shared(
+        [x, activations], tensors, settings, need_couplings, var_share, min_share
+    )
     return routed.poses[0], routed.activations[0], routed.couplings
 
 
@@ -104,6 +109,8 @@ class SharedSteps:
         tensors: List[Tensor],
         settings: Settings,
         need_couplings: bool,
+        var_share: float = VAR_SHARE,
+        min_share: float = MIN_SHARE,
     ) -> Routed:
         """:func:`shared_em_routing`: ``inputs`` are x and activations, ``tensors`` weight, bias, beta_v and beta_a."""
         x, activations = inputs[0], inputs[1]
@@ -126,7 +133,7 @@ class SharedSteps:
         squares = (pairs * weights).sum(dim=3)
         mean, offset, variance = self.first_moments(weight, forms, bias, centre, share, squares)
         variance = variance.clamp_min(var_floor)  # [j, b, e]
-        least = (VAR_SHARE * variance).clamp_min(var_floor)
+        least = (var_share * variance).clamp_min(var_floor)
         logits, log_sigma = parent_logits(
             mass, variance.transpose(0, 1), beta_v, beta_a, lam_start, normalize_cost, 0.0
         )
@@ -145,7 +152,7 @@ class SharedSteps:
             variance = torch.maximum(variance, least)
             lam = lam_start + lam_step * t
             logits, log_sigma = parent_logits(
-                total.t(), variance.transpose(0, 1), beta_v, beta_a, lam, normalize_cost, MIN_SHARE
+                total.t(), variance.transpose(0, 1), beta_v, beta_a, lam, normalize_cost, min_share
             )
         if coupling is not None:
             coupling = coupling.unflatten(0, [-1, groups]).permute(0, 3, 1, 2)

@@ -48,6 +48,7 @@ def parent_logits(
     lam: float,
     normalize: bool,
     min_share: float,
+    min_spread: float = MIN_SPREAD,
 ) -> Tuple[Tensor, Tensor]:
     """The parents' activation logits and deviations.
 
@@ -57,7 +58,7 @@ def parent_logits(
         beta_v, beta_a: ``[j]``.
         lam: inverse temperature.
         normalize: whether costs are normalised.
-        min_share: of the mean cost, the smallest range that normalised costs are divided by, see :data:`MIN_SPREAD`.
+        min_share, min_spread: smallest range that normalised costs are divided by, see :data:`MIN_SPREAD`.
 
     Returns:
         logits ``[b, j]``, and ``sum_h log sigma_jh`` ``[b, j]`` minus a term common to all parents of an item.
@@ -78,7 +79,7 @@ def parent_logits(
     cost = cost + (mass - mean_mass) * (pose_dim * level)
     low = cost.amin(dim=1, keepdim=True)
     high = cost.amax(dim=1, keepdim=True)
-    least = pose_dim * mean_mass * (MIN_SPREAD + min_share * level.abs())
+    least = pose_dim * mean_mass * (min_spread + min_share * level.abs())
     cost = (cost - low) / torch.maximum(high - low, least) * 10.0 - 5.0
     return lam * (beta_a - cost), log_sigma
 

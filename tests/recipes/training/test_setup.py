@@ -63,7 +63,14 @@ def test_rates_by_hand(schedule: dict[str, Any], share: Callable[[float], float]
     """A warm-up in 2 of 10 epochs from 0.1 to 1, then a decay to 0.01 as if it had begun at the first update."""
     settings = {"warmup_epochs": 2, "warmup_lr": 0.1, "min_lr": 0.01, **schedule}
     recipe = load_recipe(
-        {"arch": "a", "tag": "b", "data": {"name": "mnist"}, "epochs": 10, "schedule": settings}
+        {
+            "arch": "a",
+            "tag": "b",
+            "data": {"name": "mnist"},
+            "epochs": 10,
+            "optimizer": {"lr": 1.0},
+            "schedule": settings,
+        }
     )
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     scheduler = create_scheduler(recipe, optimizer, 10)
