@@ -13,6 +13,7 @@ import torch
 from capszoo.data import ImageSet, dataset_spec
 from capszoo.data.sets import sized
 from capszoo.data.sources import compose
+from capszoo.data.specs import Side, both_sides
 from capszoo.recipes.config import list_profiles, list_recipes, load_recipe
 from capszoo.recipes.train import train
 from capszoo.recipes.training import setup
@@ -40,7 +41,7 @@ def digits(root: Path, count: int) -> ImageSet:
 def patterns(name: str, count: int, size: int | None, resize: int | None) -> ImageSet:
     """Images of a named set's shape: a coarse pattern per class, under noise."""
     spec = dataset_spec(name)
-    side = spec.side or spec.input_size[1]
+    side: Side = spec.side or spec.input_size[1]
     if size or resize or spec.side:
         spec, side = sized(spec, size, resize)
     generator = torch.Generator().manual_seed(0)
@@ -48,7 +49,7 @@ def patterns(name: str, count: int, size: int | None, resize: int | None) -> Ima
     spec = replace(spec, label_names=tuple(f"class {k}" for k in range(classes)))
     labels = torch.arange(count) % classes
     coarse = torch.rand(classes, spec.input_size[0], 4, 4, generator=generator)
-    shown = torch.nn.functional.interpolate(coarse, size=(side, side))[labels]
+    shown = torch.nn.functional.interpolate(coarse, size=both_sides(side))[labels]
     noise = torch.rand(shown.shape, generator=generator)
     return ImageSet(spec, "train", (255 * (0.8 * shown + 0.2 * noise)).to(torch.uint8), labels)
 
