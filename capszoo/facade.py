@@ -147,9 +147,8 @@ class LoadedModel:
 
         path = Path(path)
         alone = names_onnx_file(path)
-        device = next(
-            (parameter.device for parameter in self.net.parameters()), "cpu"
-        )  # an exported file has none
+        # an exported file has no parameters
+        device = next((parameter.device for parameter in self.net.parameters()), "cpu")
         try:
             net = self.net.cpu()
             if alone:

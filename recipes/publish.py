@@ -42,9 +42,8 @@ from .release.model_card import (
 )
 from .release.public import PRIVATE, default_tag, is_private_set, public
 from .training.checkpoints import write_safetensors
-from .training.finish import GOLDEN_IMAGES
 from .training.history import history_of, read_records, records_of
-from .weights import finished_run, golden_file, golden_outputs
+from .weights import GOLDEN_IMAGES, finished_run, golden_file, golden_outputs
 
 __all__ = ["PublishError", "publish", "publish_all", "stage"]
 
@@ -164,12 +163,8 @@ def _public_info(info: WeightsInfo) -> WeightsInfo:
     name = info.metadata.dataset.name
     if is_private_set(name) and info.tag == default_tag(name):
         raw["tag"] = PRIVATE
-        raw |= {"recipe": {**raw["recipe"], "tag": PRIVATE}} if raw.get("recipe") else {}
-        raw |= (
-            {"seeds": {**raw["seeds"], "recipe": f"{info.architecture}.{PRIVATE}"}}
-            if raw.get("seeds")
-            else {}
-        )
+        hidden = {"recipe": {"tag": PRIVATE}, "seeds": {"recipe": f"{info.architecture}.{PRIVATE}"}}
+        raw |= {key: {**raw[key], **names} for key, names in hidden.items() if raw.get(key)}
     return replace(info, raw=raw, tag=raw["tag"], description=raw.get("description"))
 
 

@@ -45,6 +45,7 @@ from .training.history import history_of, read_records
 __all__ = [
     "FILE_LIMIT",
     "FOLDER_LIMIT",
+    "GOLDEN_IMAGES",
     "LARGE_FILE_LIMIT",
     "LARGE_FOLDER_LIMIT",
     "amend_metadata",
@@ -62,6 +63,9 @@ __all__ = [
     "store_half",
     "write_weights",
 ]
+
+#: Raw images whose outputs are stored beside the weights.
+GOLDEN_IMAGES = 4
 
 #: Of weights from a recipe of the package, and of others: whose they are, and whose images, only the user knows.
 ZOO_LICENSE, USER_LICENSE = "apache-2.0", "unknown"

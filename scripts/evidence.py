@@ -121,8 +121,8 @@ def measured(claim: str, folder: Path) -> list[tuple[str, dict[str, Any]]]:
     return [(head_of(model), rows[model]) for model in current]
 
 
-def image_counts(values: Iterable[int]) -> str:
-    """The numbers of images of several records."""
+def counts_of(values: Iterable[int]) -> str:
+    """A count that several records state, or those that they state."""
     return " or ".join(f"{value:,}" for value in sorted(set(values)))
 
 
@@ -172,7 +172,7 @@ def pose_lines(folder: Path) -> list[str]:
                 above_pooled.append((name, change))
     if not rows:
         return ["Not run yet."]
-    n, fitted = (image_counts(row["result"][key] for _, row in rows) for key in ("n", "fitted"))
+    n, fitted = (counts_of(row["result"][key] for _, row in rows) for key in ("n", "fitted"))
     pixels = {
         row["dataset"]: [_r2(pose_scores(row)[change, "pixels"]) for change in CHANGES] for _, row in rows
     }
@@ -260,7 +260,7 @@ def deletion_lines(folder: Path) -> list[str]:
     return [
         "Blackening the tiles that the routing's map marks most lowers the probability more than random order does in "
         f"{_of(len(better), len(with_map))} networks{which}, and less in {_of(len(worse), len(with_map))} "
-        f"(n = {image_counts(row['images'] for _, row in rows)} images each, by 95% intervals).",
+        f"(n = {counts_of(row['images'] for _, row in rows)} images each, by 95% intervals).",
         "",
         "The area over the curve in random order, and by how much that of each map's order exceeds it, with the 95% "
         "interval over the images: the mean fall of the predicted class's probability while the visible tiles of an "
@@ -388,7 +388,7 @@ def attack_lines(folder: Path) -> list[str]:
             cells.append(f"{one['accuracy']:.1f} ({between(one['interval'], 1)}), {stand}")
         cells.append("the attack failed" if failed else "yes" if row["result"]["masked"] else "no")
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    steps, n = (image_counts(row["result"][key] for _, row in rows) for key in ("steps", "n"))
+    steps, n = (counts_of(row["result"][key] for _, row in rows) for key in ("steps", "n"))
     return [
         attack_verdict(rows, n),
         "",
@@ -428,7 +428,7 @@ def masking_lines(folder: Path) -> list[str]:
     rows = measured("masking", folder)
     if not rows:
         return ["Not run yet."]
-    sizes, n = rows[0][1]["result"]["sizes"], image_counts(row["result"]["n"] for _, row in rows)
+    sizes, n = rows[0][1]["result"]["sizes"], counts_of(row["result"]["n"] for _, row in rows)
     steps, radii = rows[0][1]["result"]["steps"], [one["eps"] for one in rows[0][1]["result"]["radii"]]
     flat, fooled, lines, stand = [], [], [], []
     for name, row in rows:

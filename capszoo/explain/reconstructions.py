@@ -148,7 +148,7 @@ def perturb(
     labels = _require_decoder(model)
     transform = model_transform(model)
     x = model_input(transform, image)
-    like = next(model.parameters(), torch.empty(0))  # an exported file has none
+    like = next(model.parameters())
     with evaluating(model):
         output = model.forward_capsules(x[None].to(like.device, like.dtype))  # type: ignore[operator]
     chosen = int(output.scores[0].argmax()) if target is None else class_index(target, labels)

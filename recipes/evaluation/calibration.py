@@ -196,16 +196,14 @@ def _logarithms(
     target: EvalTarget, kind: str, batch_size: int | None, progress: Any = None
 ) -> tuple[Tensor, Tensor]:
     """Logarithms of the probabilities [n, classes] in float64, and the labels [n]."""
-    exact = kind in ("logits", "log_probabilities")
+
+    def logarithms(scores: Tensor) -> Tensor:
+        if kind in ("logits", "log_probabilities"):  # exact, however small
+            return scores.log_softmax(1)
+        return probabilities(scores, kind).clamp_min(SMALLEST).log()
+
     parts = [
-        (
-            (
-                scores.double().log_softmax(1)
-                if exact
-                else probabilities(scores.double(), kind).clamp_min(SMALLEST).log()
-            ).cpu(),
-            labels.cpu(),
-        )
+        (logarithms(scores.double()).cpu(), labels.cpu())
         for scores, labels in scored(target, batch_size, progress)
     ]
     logs, labels = (torch.cat(part) for part in zip(*parts, strict=True))

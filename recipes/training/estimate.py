@@ -86,6 +86,12 @@ def _estimate(recipe: Recipe, device: torch.device) -> Estimate:
         raise DataError(f"the number of classes of {recipe.data.name} is known once its files are read")
     if recipe.data.size:
         spec = replace(spec, input_size=(spec.input_size[0], *both_sides(recipe.data.size)))
+    count = spec.counts.get("train") or None  # 0: depends on the copy
+    carved = 0 if recipe.data.validation == "own" else recipe.data.val_size
+    if count is not None and carved >= count:
+        raise RecipeError(
+            f"{recipe.name}: data.val_size {carved:,} leaves none of {count:,} images to train on"
+        )
     torch.manual_seed(recipe.seed)
     net = create_net(recipe, spec).to(device).to(memory_format=memory_layout(recipe))  # type: ignore[call-overload]
     feedback = create_feedback(recipe, net)
@@ -102,12 +108,6 @@ def _estimate(recipe: Recipe, device: torch.device) -> Estimate:
         if device.type == "cuda":
             torch.cuda.synchronize()
         seconds += (time.perf_counter() - start) if number else 0.0
-    count = spec.counts.get("train") or None  # 0: depends on the copy
-    carved = 0 if recipe.data.validation == "own" else recipe.data.val_size
-    if count is not None and carved >= count:
-        raise RecipeError(
-            f"{recipe.name}: data.val_size {carved:,} leaves none of {count:,} images to train on"
-        )
     images_of_epoch = None if count is None else min(recipe.data.limit or count, count - carved)
     updates = None if images_of_epoch is None else images_of_epoch // recipe.batch_size * recipe.epochs
     parameters = sum(p.numel() for p in net.parameters())

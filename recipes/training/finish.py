@@ -14,7 +14,7 @@ from capszoo.data import Batches, DatasetSpec, ImageSet
 
 from ..evaluate import evaluate
 from ..evaluation.metrics import recall_line
-from ..weights import finished_metadata, write_weights
+from ..weights import GOLDEN_IMAGES, finished_metadata, write_weights
 from .checkpoints import latest_checkpoint
 from .distributed import TrainingError, raise_on_all_ranks
 from .log import RunLog, accuracy_line, weights_line
@@ -22,8 +22,6 @@ from .run_folder import read_sessions, versions
 from .state import Run, TrainState
 
 __all__ = ["finish_run", "result_of_finished"]
-
-GOLDEN_IMAGES = 4
 
 #: Factor of the recall of guessing, below which a network has hardly learned.
 GUESSING = 1.2
