@@ -149,7 +149,7 @@ SCALES = {
         corrupted=500,
         few=(10, 100, 1),
         levels={"rotation": (85.0, 8), "affine": (80.0, 24)},
-        measured=dict(pose=600, ood=500, deletion=200, attack=30, masking=100),
+        measured=dict(pose=2000, ood=2000, deletion=200, attack=100, masking=100),
         steps=10,
     ),
     "full": Scale(
