@@ -397,8 +397,8 @@ def test_options_of_training_arrive(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         calls.append((arguments, options))
         return {"labels": tmp_path / "labels.txt"}
 
+    monkeypatch.setattr("capszoo.recipes.finetune.finetune", called)  # its import takes the true `train`
     monkeypatch.setattr("capszoo.recipes.train.train", called)
-    monkeypatch.setattr("capszoo.recipes.finetune.finetune", called)
     short = ("--lr", 0.01, "--batch-size", 8, "--seed", 5, "--device", "cpu", "--epochs", 1)
     places = ("--data", tmp_path, "--out", tmp_path / "r")
     more = ("--set", "ema_decay=0.9", "--set", "compile=false", "--profile", "short")
