@@ -6,9 +6,9 @@ The functions behind ``capszoo predict`` and ``capszoo explain``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -81,40 +81,28 @@ def _predict_chunk(
     labels: list[str],
     topk: int,
 ) -> list[ImagePrediction]:
-    tensors: list[Tensor] = []
-    sizes: list[tuple[int, int]] = []
-    notes: list[tuple[str, ...]] = []
-    errors: dict[int, str] = {}
+    kind = score_kind(model)
+    found = [ImagePrediction(name, score_kind=kind) for name, _ in chunk]
+    tensors: dict[int, Tensor] = {}
     for i, (name, source) in enumerate(chunk):
         try:
             image = as_image(source)
-            view, remarks = transform.read(image, name)
+            view, notes = transform.read(image, name)
         except UsageError:
             raise
         except CapszooError as e:
-            errors[i] = str(e)
+            found[i] = replace(found[i], error=str(e))
         else:
-            tensors.append(transform.normalise(view))
-            notes.append(remarks)
-            sizes.append(image.size)
-    kind = score_kind(model)
-    rows: Iterator[tuple[Any, ...]] = iter(())
-    if tensors:
-        like = next(model.parameters(), torch.empty(0))  # an exported file has none
-        with evaluating(model), torch.inference_mode():
-            scores = model(torch.stack(tensors).to(like.device, like.dtype)).float().cpu()
-        values, indices = scores.topk(topk, dim=1)
-        shares = probabilities(scores, kind).gather(1, indices)
-        rows = iter(zip(values.tolist(), indices.tolist(), shares.tolist(), sizes, notes, strict=True))
-    results = []
-    for i, (name, _) in enumerate(chunk):
-        if i in errors:
-            results.append(ImagePrediction(name, error=errors[i], score_kind=kind))
-            continue
-        best, classes, probable, size, remarks = next(rows)
-        top = tuple(
-            ScoredClass(c, labels[c], value, share)
-            for value, c, share in zip(best, classes, probable, strict=True)
-        )
-        results.append(ImagePrediction(name, top, size, score_kind=kind, notes=remarks))
-    return results
+            tensors[i] = transform.normalise(view)
+            found[i] = replace(found[i], size=image.size, notes=notes)
+    if not tensors:
+        return found
+    like = next(model.parameters(), torch.empty(0))  # an exported file has none
+    with evaluating(model), torch.inference_mode():
+        scores = model(torch.stack([*tensors.values()]).to(like.device, like.dtype)).float().cpu()
+    values, indices = scores.topk(topk, dim=1)
+    shares = probabilities(scores, kind).gather(1, indices)
+    for i, *ranked in zip(tensors, indices.tolist(), values.tolist(), shares.tolist(), strict=True):
+        top = (ScoredClass(c, labels[c], score, share) for c, score, share in zip(*ranked, strict=True))
+        found[i] = replace(found[i], top=tuple(top))
+    return found

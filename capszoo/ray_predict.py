@@ -22,7 +22,7 @@ from typing import Any
 
 from ._utils.files import replacing
 from .errors import CapszooError, UsageError, require
-from .scores import ImagePrediction
+from .scores import TABLE_COLUMNS, ImagePrediction
 
 __all__ = ["Job", "Summary", "predict_by_ray"]
 
@@ -307,25 +307,14 @@ def _write_part(
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    schema = pa.schema(
-        {
-            "image": pa.string(),
-            "rank": pa.int32(),
-            "index": pa.int32(),
-            "class": pa.string(),
-            "probability": pa.float64(),
-            "score": pa.float64(),
-            "error": pa.string(),
-        },
-        metadata={_METADATA: json.dumps(note).encode()},
+    text, number, real = pa.string(), pa.int32(), pa.float64()
+    types = zip(TABLE_COLUMNS, (text, number, number, text, real, real, text), strict=True)
+    schema = pa.schema([*types], metadata={_METADATA: json.dumps(note).encode()})
+    named = (
+        replace(result, image=_as_text(name), error=_as_text(result.error))
+        for name, result in zip(names, results, strict=True)
     )
-    rows: list[tuple[Any, ...]] = []
-    for name, result in zip(names, results, strict=True):
-        name = _as_text(name)
-        for rank, one in enumerate(result.top, start=1):
-            rows.append((name, rank, one.index, one.label, one.probability, one.score, None))
-        if result.error:
-            rows.append((name, None, None, None, None, None, _as_text(result.error)))
+    rows = [row for result in named for row in result.table_rows()]
     columns = [list(column) for column in zip(*rows, strict=True)]
     table = pa.table(columns, schema=schema)
     with replacing(part) as temporary:

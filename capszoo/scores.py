@@ -7,6 +7,7 @@ of the weights (``score_kind``), and :func:`probabilities` maps scores of any ki
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +50,10 @@ def probabilities(scores: Tensor, kind: str) -> Tensor:
     positive = scores.clamp_min(0)
     total = positive.sum(dim=-1, keepdim=True)
     return positive / total.masked_fill(total == 0, 1.0)
+
+
+#: Columns of a table of predictions.
+TABLE_COLUMNS = ("image", "rank", "index", "class", "probability", "score", "error")
 
 
 @dataclass(frozen=True)
@@ -110,3 +115,10 @@ class ImagePrediction:
             return {key: self.image, "error": self.error}
         answer = {key: self.image, "predictions": [asdict(scored) for scored in self.top]}
         return answer | ({"notes": list(self.notes)} if self.notes else {})
+
+    def table_rows(self) -> Iterator[tuple[Any, ...]]:
+        """Rows of ``TABLE_COLUMNS``, one per class; an image that could not be read has one, with its error."""
+        for rank, one in enumerate(self.top, start=1):
+            yield self.image, rank, one.index, one.label, one.probability, one.score, None
+        if self.error:
+            yield self.image, None, None, None, None, None, self.error

@@ -15,11 +15,6 @@ from tests.support.errors import assert_names
 pytestmark = needs_training
 
 
-def test_a_dry_run_is_of_one_run() -> None:
-    line = fails(2, "train", "cnn6.mnist", "--seeds", "0,1", "--dry-run")
-    assert_names(line, ["--seeds", "--dry-run"])
-
-
 def test_a_dry_run_is_timed_as_the_run_would_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the threads and the memory format of the run; the command may be the whole one, and writes nothing."""
     before, forward = torch.get_num_threads(), TrainStep.forward
@@ -32,56 +27,38 @@ def test_a_dry_run_is_timed_as_the_run_would_be(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(TrainStep, "forward", spied)
     for layout in (True, False):
         seen.clear()
-        settings = (
-            "--batch-size",
-            2,
-            "--set",
-            f"channels_last={layout}",
-            "--threads",
-            before + 1,
-            "--out",
-            tmp_path / "x",
-        )
-        assert run("train", "cnn6.cifar10", "--device", "cpu", "--dry-run", *settings).exit_code == 0
+        settings = ("--batch-size", 2, "--set", f"channels_last={layout}", "--threads", before + 1)
+        line = ("train", "cnn6.cifar10", "--device", "cpu", "--dry-run", *settings, "--out", tmp_path / "x")
+        assert run(*line).exit_code == 0
         assert seen == {(before + 1, layout)} and torch.get_num_threads() == before
     assert not list(tmp_path.iterdir())
 
 
 def test_options_of_seeds_arrive(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     calls: list[Any] = []
-    places = ("--out", tmp_path / "runs", "--data", tmp_path)
+    runs = tmp_path / "runs"
 
     def seeds(*arguments: Any) -> dict[str, Any]:
         calls.append(arguments)
         return {"test": {"mean": 91.5, "sd": 0.25, "values": [91.25, 91.75], "n": 10_000}}
 
     monkeypatch.setattr("capszoo.recipes.training.multi_run.train_seeds", seeds)
-    options = ("--seeds", "4,2", "--profile", "short", "--set", "batch_size=8", "--parallel", 2)
-    text = succeeds("train", "cnn6.mnist", *options, *places)
-    assert calls[-1] == (
-        "cnn6.mnist",
-        [4, 2],
-        ["batch_size=8"],
-        tmp_path / "runs",
-        tmp_path,
-        False,
+    options = (
+        "--profile",
         "short",
+        "--set",
+        "batch_size=8",
+        "--parallel",
         2,
+        "--out",
+        runs,
+        "--data",
+        tmp_path,
     )
+    text = succeeds("train", "cnn6.mnist", "--seeds", "4,2", *options)
+    assert calls == [("cnn6.mnist", [4, 2], ["batch_size=8"], runs, tmp_path, False, "short", 2)]
     mean = "mean ± standard deviation of 2 seeds (91.25, 91.75)"
     assert text.strip() == f"test: 91.50 ± 0.25 % on 10,000 images, {mean}"
-
-
-def test_images_that_changed_are_accepted_on_request(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    calls: list[bool] = []
-    for name in ("train.train", "finetune.finetune"):
-        monkeypatch.setattr(
-            f"capszoo.recipes.{name}", lambda *_, accept_data, **__: calls.append(accept_data) or {}
-        )
-    for call in (("train", "cnn6.mnist"), ("finetune", "idpa_cnn.mnist", "--data", tmp_path)):
-        succeeds(*call, "--out", tmp_path / "run")
-        succeeds(*call, "--out", tmp_path / "run", "--accept-data")
-    assert calls == [False, True, False, True]
 
 
 @pytest.mark.parametrize(

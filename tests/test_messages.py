@@ -55,20 +55,15 @@ def test_one_family_of_errors(kind: str, builtin: type[Exception]) -> None:
     ids=lambda error: type(error).__name__,
 )
 def test_no_memory(error: Exception) -> None:
-    assert _one_line(error) == (
-        "there is not enough memory: lower the batch size or the size of the images",
-        1,
-    )
+    said = "there is not enough memory: lower the batch size or the size of the images"
+    assert _one_line(error) == (said, 1)
 
 
 def test_a_place_that_cannot_be_written() -> None:
-    full, forbidden = (
-        OSError(errno.ENOSPC, "No space left on device"),
-        PermissionError(errno.EACCES, "Permission denied"),
-    )
-    assert not_writable(Path("x"), full).endswith(
-        "No space left on device: make room and run the same command"
-    )
+    full = OSError(errno.ENOSPC, "No space left on device")
+    line = not_writable(Path("x"), full)
+    assert line.endswith("No space left on device: make room and run the same command")
+    forbidden = PermissionError(errno.EACCES, "Permission denied")
     assert_names(not_writable(Path("x"), forbidden), ["permissions", "choose"])
 
 
@@ -125,8 +120,3 @@ def test_an_engine_of_the_environment_is_named(monkeypatch: pytest.MonkeyPatch) 
 def test_an_empty_data_option_is_no_folder(data: str) -> None:
     with refuses(DataError, names=["hf:OWNER/NAME"]):
         source_name(data)
-
-
-def test_commands() -> None:
-    fails(1, "predict", "capsnet_em", DIGIT, names=["capsnet_em", "train", "capsnet_em.cifar10"])
-    fails(1, "eval", "idpa_cnn.mnist", "--data", DIGIT, names=["--data"])

@@ -9,19 +9,20 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
-from typer.testing import CliRunner
 
-from capszoo.cli import app
 from capszoo.errors import CapszooError, UsageError
 from capszoo.inference import load_model, predict
 from capszoo.ray_predict import Job, ShardPredictor, Summary, _check_address, _find_done
 from tests.support import PACKED
+from tests.support.command import fails
 from tests.support.errors import assert_names, refuses
 
 pq = pytest.importorskip("pyarrow.parquet", reason="the answers are parquet files: needs pyarrow")
@@ -51,12 +52,11 @@ FILES = [f"images/{k:04d}.png" for k in range(7)]
 SHARDS = [FILES[:3], FILES[3:6], FILES[6:]]
 
 
-def answer(job: Job, numbers: list[int]) -> list[dict[str, Any]]:
+def answer(job: Job, numbers: list[int], shards: Sequence[list[str]] = SHARDS) -> list[dict[str, Any]]:
     """What a worker says of shards, one after the other."""
     worker = ShardPredictor(job)
-    batches = [{"number": np.array([k]), "files": np.array([json.dumps(SHARDS[k])])} for k in numbers]
-    rows = [worker(batch) for batch in batches]
-    return [{name: values[0] for name, values in row.items()} for row in rows]
+    batches = [{"number": np.array([k]), "files": np.array([json.dumps(shards[k])])} for k in numbers]
+    return [{name: values[0] for name, values in worker(batch).items()} for batch in batches]
 
 
 def rows_of(out: Path | str) -> list[dict[str, Any]]:
@@ -94,31 +94,27 @@ def test_finished_shards_are_found_and_damaged_ones_answered_again(job: Job) -> 
     assert _find_done(job, SHARDS)[1] == []
 
 
-@pytest.mark.parametrize(
-    "changes", [{"topk": 3}, {"sha256": "1" * 64}, {"model": "idpa_cnn.mnist"}, {"reading": {"invert": True}}]
-)
-def test_answers_of_another_call_are_not_mixed(job: Job, changes: dict[str, Any]) -> None:
+def test_answers_of_another_call_are_not_mixed(job: Job) -> None:
     answer(job, [1])
-    other = Job(**{**vars(job), **changes})
-    with refuses(CapszooError, names=["part-000001.parquet"]):
-        _find_done(other, SHARDS)
-    assert _find_done(Job(**{**vars(job), "batch_size": 7, "device": None}), SHARDS)[1] == [0, 2]
-
-
-def test_other_images_or_shards_are_not_mixed_either(job: Job) -> None:
-    answer(job, [0, 1, 2])
-    for shards in ([FILES[:2], FILES[2:4], FILES[4:]], SHARDS[:2]):
+    for changes in (
+        {"topk": 3},
+        {"sha256": "1" * 64},
+        {"model": "idpa_cnn.mnist"},
+        {"reading": {"invert": True}},
+    ):
+        with refuses(CapszooError, names=["part-000001.parquet"]):
+            _find_done(replace(job, **changes), SHARDS)
+    assert _find_done(replace(job, batch_size=7, device=None), SHARDS)[1] == [0, 2]
+    for shards in ([FILES[:2], FILES[2:4], FILES[4:]], SHARDS[:1]):  # other images, other shards
         with refuses(CapszooError, names=["--out"]):
             _find_done(job, shards)
 
 
 def test_a_name_that_is_no_text_is_written(job: Job) -> None:
-    for k, content in enumerate((Path(job.root, FILES[0]).read_bytes(), b"no image")):
-        Path(job.root, os.fsdecode(b"\xe9%d.png" % k)).write_bytes(content)
     names = [os.fsdecode(b"\xe9%d.png" % k) for k in range(2)]
-    batch = {"number": np.array([0]), "files": np.array([json.dumps(names)])}
-    row = {name: values[0] for name, values in ShardPredictor(job)(batch).items()}
-    assert row == {"number": 0, "images": 2, "errors": 1, "failure": ""}
+    for name, content in zip(names, (Path(job.root, FILES[0]).read_bytes(), b"no image"), strict=True):
+        Path(job.root, name).write_bytes(content)
+    assert answer(job, [0], [names]) == [{"number": 0, "images": 2, "errors": 1, "failure": ""}]
     found = rows_of(job.out)
     assert {row["image"] for row in found} == {r"\udce90.png", r"\udce91.png"}
     assert "not an image" in found[-1]["error"] and r"\udce91.png" in found[-1]["error"]
@@ -128,19 +124,15 @@ def test_a_worker_that_cannot_write_says_so(job: Job) -> None:
     Path(job.out).write_text("a file")
     (row,) = answer(job, [0])
     assert row["failure"].startswith("shard 0: ") and job.out in row["failure"]
+    with refuses(CapszooError, names=["file"]):
+        _find_done(job, SHARDS)
     Path(job.out).unlink()
-    (row,) = answer(Job(**{**vars(job), "model": f"{job.root}/gone.safetensors"}), [0])
+    (row,) = answer(replace(job, model=f"{job.root}/gone.safetensors"), [0])
     assert "no such file" in row["failure"] and "\n" not in row["failure"]
     Path(job.out, ".part-000002.tried").write_bytes(b"...")
     (row,) = answer(job, [2])
-    assert (
-        row["failure"]
-        == "shard 2: 3 workers died on it (first image: images/0006.png): lower --workers or --batch-size"
-    )
-    file = Job(**{**vars(job), "out": str(Path(job.root, "file"))})
-    Path(file.out).write_text("a file")
-    with refuses(CapszooError, names=["file"]):
-        _find_done(file, SHARDS)
+    died = "3 workers died on it (first image: images/0006.png): lower --workers or --batch-size"
+    assert row["failure"] == f"shard 2: {died}"
 
 
 def test_addresses() -> None:
@@ -157,24 +149,24 @@ def test_addresses() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--ray", "local"], "give --out NAME.parquet"),
-        (["--ray", "local", "--out", "a.csv"], "give --out NAME.parquet"),
-        (["--out", "a.parquet"], "parquet is written with --ray"),
-        (["--ray", "local", "--out", "a.parquet", "--json"], "--ray and --json exclude each other"),
-        (["--ray", "local", "--out", "a.parquet", "--runtime", "onnx"], "exclude each other"),
+        ("--ray local", "give --out NAME.parquet"),
+        ("--ray local --out a.csv", "give --out NAME.parquet"),
+        ("--out a.parquet", "parquet is written with --ray"),
+        ("--ray local --out a.parquet --json", "--ray and --json exclude each other"),
+        ("--ray local --out a.parquet --runtime onnx", "exclude each other"),
+        ("--ray local --out a.parquet --runtime onx", "did you mean 'onnx'"),
+        ("--ray local --out a.parquet --background red", "no background 'red'"),
     ],
 )
-def test_options_that_do_not_go_together(arguments: list[str], message: str) -> None:
-    result = CliRunner().invoke(app, ["predict", MODEL, "image.png", *arguments])
-    assert result.exit_code == 2 and message in result.stderr and result.stderr.count("\n") == 1
+def test_options_that_do_not_go_together(arguments: str, message: str) -> None:
+    assert message in fails(2, "predict", MODEL, "image.png", *arguments.split())
 
 
 def test_without_ray_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     find = "capszoo.errors.importlib.util.find_spec"
     monkeypatch.setattr(find, lambda name: None if name == "ray" else object())
-    result = CliRunner().invoke(app, ["predict", MODEL, "image.png", "--ray", "auto", "--out", "a.parquet"])
-    assert result.exit_code == 1
-    assert_names(result.stderr, ["--ray", ".[ray]"])
+    line = ("predict", MODEL, "image.png", "--ray", "auto", "--out", "a.parquet")
+    fails(1, *line, names=["--ray", ".[ray]"])
 
 
 # -- on a cluster ---------------------------------------------------------------------------------------------------
@@ -314,6 +306,6 @@ def test_a_part_that_a_dead_worker_left_is_not_another_call_s(job: Job) -> None:
 
 
 def test_the_folder_of_the_call_counts_for_relative_names_alone(job: Job) -> None:
-    elsewhere = Job(**{**vars(job), "root": "/elsewhere"})
+    elsewhere = replace(job, root="/elsewhere")
     assert job.key(["/images/a.png"]) == elsewhere.key(["/images/a.png"])
     assert job.key(["a.png"]) != elsewhere.key(["a.png"])

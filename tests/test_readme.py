@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from PIL import Image
 
 from tests.support import load_script, packed
+from tests.support.command import parse
+from tests.support.recipes import write_photos
 
 
 def _documents(root: Path) -> list[Path]:
@@ -44,17 +45,8 @@ def test_the_changelog_states_replaced_weights_beside_the_present_ones(root: Pat
         assert now not in earlier.split(", ")
 
 
-def _write_photos(root: Path, folder: Path) -> None:
-    """What the fine-tuning example expects: a folder with a sub-folder of images per class."""
-    digits = packed(root, "mnist")
-    for kind in (1, 3):
-        (folder / f"digit {kind}").mkdir(parents=True)
-        for index in (digits.labels == kind).nonzero().flatten()[:10].tolist():
-            Image.fromarray(digits.images[index, 0].numpy()).save(folder / f"digit {kind}" / f"{index}.png")
-
-
 def test_python_examples_run(root: Path, tmp_path: Path) -> None:
-    _write_photos(root, tmp_path / "photos")
+    write_photos(packed(root, "mnist"), tmp_path / "photos", {"digit 1": 10, "digit 3": 10})
     texts = [(root / name).read_text(encoding="utf-8") for name in ("README.md", "docs/fine-tune.md")]
     blocks = [block for text in texts for block in re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)]
     assert len(blocks) >= 3
@@ -149,25 +141,8 @@ def _written_commands(path: Path) -> Iterator[str]:
 
 
 def test_commands_of_the_documents_parse(root: Path) -> None:
-    from typer.main import get_command
-
-    from capszoo.cli import app
-
-    capszoo_command: Any = get_command(app)
-    context = capszoo_command.context_class(capszoo_command, info_name="capszoo")
-    seen = set()
     documents = [*_documents(root), *sorted((root / "docs").rglob("*.ipynb"))]
-    for path in documents:
-        for line in _written_commands(path):
-            command, words = capszoo_command, shlex.split(line, comments=True)[1:]
-            while hasattr(command, "commands"):
-                assert words and words[0] in command.commands, f"{path.name}: {line}"
-                command, *words = command.commands[words[0]], *words[1:]
-            try:
-                command.make_context(command.name, words, parent=context)
-            except Exception as error:
-                raise AssertionError(f"{path.name}: {line}: {error}") from error
-            seen.add(command.name)
+    seen = {parse(line) for path in documents for line in _written_commands(path)}
     assert {"list", "info", "predict", "heatmap", "export", "train", "finetune", "eval"} <= seen
 
 

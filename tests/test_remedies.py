@@ -13,14 +13,12 @@ import torch
 import torch.nn as nn
 from torch.nn.utils import prune
 from torch.optim.swa_utils import AveragedModel
-from typer.testing import CliRunner
 
 import capszoo
 from capszoo.checkpoint import NoWeights, resolve
-from capszoo.cli import app
 from capszoo.errors import CapszooError, UnknownModel, UsageError
 from tests.support import packed
-from tests.support.command import fails, run
+from tests.support.command import fails, run, succeeds
 from tests.support.errors import refuses
 from tests.support.recipes import write_photos
 from tests.support.toys import ToyCaps
@@ -33,23 +31,17 @@ from capszoo.export.to_onnx import ExportError, export
 MODEL = "resnet20_routingcaps.mnist"
 
 
-def _commands(message: str) -> list[list[str]]:
-    """The commands of ours that a message names."""
-    return [line.split()[1:] for line in re.findall(r"`(capszoo [^`]*)`", message)]
-
-
 def test_commands_for_an_architecture_without_weights_run() -> None:
     names = [name for name in capszoo.list_models() if name != "caps_head"]
     untrained = next(name for name in names if not capszoo.list_pretrained(f"{name}.*"))
     with pytest.raises(NoWeights) as found:
         resolve(untrained).create()
-    named = _commands(str(found.value))
+    named = [line.split()[1:] for line in re.findall(r"`(capszoo [^`]*)`", str(found.value))]
     assert named
     for command in named:
         if command[0] in ("train", "finetune"):  # hours: only the recipe is looked up
             command = ["recipes", "show", command[1]]
-        done = CliRunner().invoke(app, command)
-        assert done.exit_code == 0 and done.stdout.strip(), command
+        assert succeeds(*command).strip(), command
 
 
 @pytest.mark.parametrize("name", ["me/model-1.0", "https://huggingface.co/me/model-1.0"])
@@ -58,13 +50,6 @@ def test_a_repository_s_path_or_address_becomes_its_name(name: str) -> None:
         resolve(name)
     (remedy,) = re.findall(r"hf-hub:[\w./-]+", str(found.value))
     assert resolve(remedy).kind == "hub" and remedy == "hf-hub:me/model-1.0"
-
-
-def test_the_nearest_name_exists() -> None:
-    with pytest.raises(UnknownModel) as found:
-        capszoo.create_model("resnet20_routingcap")
-    name, *_ = re.findall(r"\bresnet20_routingcaps\b", str(found.value))
-    assert resolve(name).kind == "name"
 
 
 def test_a_path_to_create_model_is_loaded_as_the_message_says(tmp_path: Path) -> None:
@@ -104,16 +89,13 @@ def test_a_wrapped_model_is_exported_by_the_name_that_the_message_gives(
 
 
 def test_a_wrapper_that_names_its_input_is_exported(tmp_path: Path) -> None:
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.module = ToyCaps(1)
-            self.in_chans, self.img_size, self.num_classes = 1, (10, 10), 5
+    class Scaled(_Nameless):
+        in_chans, img_size, num_classes = 1, (10, 10), 5
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.module(x * 2)
 
-    assert export(Scaled().eval(), tmp_path / "m.onnx", gate="quick").passed
+    assert export(Scaled(ToyCaps(1)).eval(), tmp_path / "m.onnx", gate="quick").passed
 
 
 def test_a_pruned_model_is_exported_once_its_pruning_is_permanent(tmp_path: Path) -> None:
@@ -191,28 +173,26 @@ def test_a_forward_for_one_batch_is_exported_with_that_batch(tmp_path: Path) -> 
     assert export(Counts(1).eval(), tmp_path / "m.onnx", gate="quick", batch=3).passed
 
 
-def test_scores_that_float16_cannot_hold_are_exported_in_the_precisions_named(tmp_path: Path) -> None:
-    class Large(ToyCaps):
+@pytest.mark.parametrize(
+    ("change", "precisions"),
+    [
+        (lambda scores: scores * 1e6, ["bf16", "fp32"]),  # too large for float16
+        (lambda scores: (scores + 100) - 100, ["fp32"]),  # digits that half precision loses
+    ],
+)
+def test_what_float16_cannot_hold_is_exported_in_the_precisions_named(
+    change: Callable[[torch.Tensor], torch.Tensor], precisions: list[str], tmp_path: Path
+) -> None:
+    class Changed(ToyCaps):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward(x * 1e6) * 1e6
+            return change(super().forward(x))
 
     with pytest.raises(ExportError) as found:
-        export(Large(1).eval(), tmp_path / "m.onnx", gate="quick", precision="fp16")
+        export(Changed(1).eval(), tmp_path / "m.onnx", gate="quick", precision="fp16")
     named = re.findall(r"\b(?:bf16|fp32)\b", str(found.value).rpartition("use precision")[2])
-    assert named == ["bf16", "fp32"]
+    assert named == precisions
     for precision in named:
-        assert export(Large(1).eval(), tmp_path / "m.onnx", gate="quick", precision=precision).passed
-
-
-def test_digits_that_half_precision_loses_are_exported_in_the_precision_named(tmp_path: Path) -> None:
-    class Cancels(ToyCaps):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return (super().forward(x) + 100) - 100
-
-    with pytest.raises(ExportError) as found:
-        export(Cancels(1).eval(), tmp_path / "m.onnx", gate="quick", precision="fp16")
-    (precision,) = re.findall(r"use precision (\w+)$", str(found.value))
-    assert export(Cancels(1).eval(), tmp_path / "m.onnx", gate="quick", precision=precision).passed
+        assert export(Changed(1).eval(), tmp_path / "m.onnx", gate="quick", precision=precision).passed
 
 
 def test_int8_is_exported_once_the_images_that_it_names_are_given(tmp_path: Path) -> None:
@@ -228,45 +208,27 @@ def test_int8_is_exported_once_the_images_that_it_names_are_given(tmp_path: Path
 
 
 def test_a_network_without_layers_for_int8_is_exported_in_the_precision_named(tmp_path: Path) -> None:
-    class Small(nn.Module):
-        in_chans, img_size, num_classes = 1, (10, 10), 5
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.fc = nn.Linear(100, 5)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            scores: torch.Tensor = self.fc(x.flatten(1))
-            return scores
-
+    net = nn.Sequential(nn.Flatten(), nn.Linear(100, 5)).eval()
+    net.in_chans, net.img_size, net.num_classes = 1, (10, 10), 5
     images = {"calibration": torch.randn(16, 1, 10, 10), "images": torch.randn(16, 1, 10, 10)}
     with pytest.raises(ExportError) as found:
-        export(Small().eval(), tmp_path / "m.onnx", gate="quick", precision="int8", **images)
+        export(net, tmp_path / "m.onnx", gate="quick", precision="int8", **images)
     (precision,) = re.findall(r"use (\w+)$", str(found.value))
-    assert export(Small().eval(), tmp_path / "m.onnx", gate="quick", precision=precision).passed
+    assert export(net, tmp_path / "m.onnx", gate="quick", precision=precision).passed
 
 
 def _finetune(folder: Path, *more: object) -> tuple[object, ...]:
     """A short call of `finetune` on the photos of a folder."""
-    return (
-        "finetune",
-        MODEL,
-        "--data",
-        folder / "photos",
-        "--out",
-        folder / "run",
-        "--epochs",
-        1,
-        "--device",
-        "cpu",
-        *more,
-    )
+    places = ("--data", folder / "photos", "--out", folder / "run")
+    return ("finetune", MODEL, *places, "--epochs", 1, "--device", "cpu", *more)
 
 
-def test_a_size_in_set_is_the_option_that_the_message_names(root: Path, tmp_path: Path) -> None:
+def test_one_of_two_options_of_finetune_is_left_out(root: Path, tmp_path: Path) -> None:
     write_photos(packed(root, "mnist"), tmp_path / "photos", {"one": 6, "three": 6})
+    message = fails(2, *_finetune(tmp_path), "--freeze", "body", "--from-scratch")
+    assert re.findall(r"--[\w-]+", message) == ["--freeze", "--from-scratch"]
     (option,) = re.findall(r"give (--[\w-]+)", fails(2, *_finetune(tmp_path), "--set", "data.size=20"))
-    assert run(*_finetune(tmp_path), option, 20).exit_code == 0
+    assert run(*_finetune(tmp_path), option, 20, "--freeze", "body").exit_code == 0
 
 
 def test_classes_of_one_image_are_taken_with_two(root: Path, tmp_path: Path) -> None:
@@ -275,11 +237,3 @@ def test_classes_of_one_image_are_taken_with_two(root: Path, tmp_path: Path) -> 
     for image in list((tmp_path / "photos").rglob("*.png")):
         shutil.copy(image, image.with_name("copy.png"))
     assert run(*_finetune(tmp_path)).exit_code == 0
-
-
-def test_one_of_two_options_of_finetune_is_left_out(root: Path, tmp_path: Path) -> None:
-    write_photos(packed(root, "mnist"), tmp_path / "photos", {"one": 6, "three": 6})
-    message = fails(2, *_finetune(tmp_path), "--freeze", "body", "--from-scratch")
-    named = re.findall(r"--[\w-]+", message)
-    assert named == ["--freeze", "--from-scratch"]
-    assert run(*_finetune(tmp_path), "--freeze", "body").exit_code == 0

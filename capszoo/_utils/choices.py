@@ -6,19 +6,6 @@ from pathlib import Path
 
 from ..errors import UsageError
 
-__all__ = [
-    "BACKGROUNDS",
-    "CROP_MODES",
-    "EXPORT_FORMATS",
-    "EXTRAS",
-    "check_background",
-    "HEAD_ROUTINGS",
-    "PICTURE_SUFFIXES",
-    "TRACKERS",
-    "OTHER_MODELS",
-    "names_onnx_file",
-]
-
 #: Extra of the package -> modules that it installs, and the commands that need it.
 EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
     "explain": (("matplotlib", "captum", "scipy"), "explain, curves, eval --deletion"),

@@ -11,8 +11,6 @@ import re
 
 from ..errors import UsageError
 
-__all__ = ["DEVICES", "check_device", "inductor_options", "resolve_device", "default_device"]
-
 #: Names of devices; ``cuda:N`` is valid too.
 DEVICES = ("auto", "cpu", "cuda", "mps")
 

@@ -27,26 +27,6 @@ from ..errors import CapszooError, WeightsError, first_line
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = [
-    "NotWritable",
-    "PACKAGE_FOLDER",
-    "cache_folder",
-    "check_numbers_file",
-    "check_writable",
-    "created_folder",
-    "expanded",
-    "not_writable",
-    "read_json_object",
-    "read_npz",
-    "remove_stale",
-    "replacing",
-    "sync",
-    "workplace",
-    "writable_cache",
-    "write_atomically",
-    "write_csv",
-]
-
 #: Folder of the package, with its weights and assets.
 PACKAGE_FOLDER = Path(__file__).resolve().parents[1]
 
@@ -337,14 +317,14 @@ def check_numbers_file(picture: str | Path, first: str) -> None:
         CapszooError: it exists, and its first column has another name.
     """
     table = Path(picture).with_suffix(".csv")
-    if table.exists() and not _begins_with(table, first.encode()):
+    if table.exists() and not begins_with(table, first.encode()):
         raise CapszooError(
             f"{table} exists, and the picture's numbers would replace it",
             "choose another name for the picture",
         )
 
 
-def _begins_with(path: Path, start: bytes) -> bool:
+def begins_with(path: Path, start: bytes) -> bool:
     """Whether a file can be read and begins with these bytes."""
     try:
         with path.open("rb") as file:

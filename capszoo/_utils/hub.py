@@ -6,15 +6,13 @@ import fnmatch
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from capszoo._version import __version__
 
 from ..errors import CapszooError, UsageError
-
-__all__ = ["PublishError", "check_repo_id", "is_hub_error", "limit_hub_waits", "refusal", "upload"]
 
 ResultT = TypeVar("ResultT")
 
@@ -52,12 +50,17 @@ def is_hub_error(error: BaseException) -> bool:
     from huggingface_hub.errors import HFValidationError
 
     network = ("httpx", "httpx2", "httpcore", "requests", "urllib3")  # depends on the client's version
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, (OSError, HFValidationError)) or type(cause).__module__.split(".")[0] in network:
-            return True
-        cause = cause.__cause__
-    return False
+    return any(
+        isinstance(cause, (OSError, HFValidationError)) or type(cause).__module__.split(".")[0] in network
+        for cause in _causes(error)
+    )
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and those behind it: the client wraps them."""
+    while error is not None:
+        yield error
+        error = error.__cause__
 
 
 def refusal(error: BaseException, repo_id: str) -> tuple[str, str]:
@@ -80,9 +83,7 @@ def refusal(error: BaseException, repo_id: str) -> tuple[str, str]:
 
     name, _, revision = repo_id.partition("@")
     log_in = "run `hf auth login`, or set HF_TOKEN"
-    causes: list[BaseException] = [error]
-    while (cause := causes[-1].__cause__) is not None:
-        causes.append(cause)
+    causes = [*_causes(error)]
 
     def is_(*kinds: type[BaseException]) -> bool:
         return any(isinstance(cause, kinds) for cause in causes)
@@ -230,14 +231,9 @@ def _with_patience(call: Callable[[], ResultT], repo_id: str, say: Callable[[str
 
 
 def _response(error: BaseException) -> Any:
-    """The Hub's response behind an error, which may be wrapped in others; None if there was none."""
-    cause: BaseException | None = error
-    while cause is not None:
-        response = getattr(cause, "response", None)
-        if response is not None:
-            return response
-        cause = cause.__cause__
-    return None
+    """The Hub's response behind an error; None if there was none."""
+    responses = (getattr(cause, "response", None) for cause in _causes(error))
+    return next((response for response in responses if response is not None), None)
 
 
 def _status(error: BaseException) -> int | None:
@@ -255,38 +251,34 @@ def _wait(error: BaseException) -> int | None:
 
 def _explained(error: Exception, status: int | None, wait: int | None, repo_id: str) -> PublishError:
     """One line about the Hub's response, and the remedy."""
+    from huggingface_hub import get_token
     from huggingface_hub.errors import OfflineModeIsEnabled
 
     again = "then give the same command again"
     namespace = repo_id.partition("/")[0]
-    if status == 401:
-        from huggingface_hub import get_token
-
-        have = (
-            "does not accept your token" if get_token() else "needs a token"
-        )  # HF_TOKEN, or that of `hf auth login`
-        return PublishError(
+    have = "does not accept your token" if get_token() else "needs a token"
+    taken = f"{repo_id} was changed by someone else at the same time, or is taken ({status})"
+    look = f"look at it on the Hub, {again}, or choose another name"
+    when = f"in {wait} s" if wait is not None else "in some minutes"
+    said = {
+        401: (
             f"the Hub {have} (401)",
             f"run `hf auth login`, or set HF_TOKEN to a token that may write, {again}",
-        )
-    if status == 403:
-        return PublishError(
+        ),
+        403: (
             f"your token may not write to {repo_id} (403)",
             f"use one that may, or a namespace other than {namespace}",
-        )
-    if status == 404:
-        return PublishError(
+        ),
+        404: (
             f"the Hub knows no {repo_id} (404)",
             f"check the name, and that your account or organisation owns {namespace}/",
-        )
-    if status in (409, 412):
-        return PublishError(
-            f"{repo_id} was changed by someone else at the same time, or is taken ({status})",
-            "look at it on the Hub, then give the same command again, or choose another name",
-        )
-    if status == 429:
-        when = f"in {wait} s" if wait is not None else "in some minutes"
-        return PublishError("the Hub has had too many calls (429)", f"give the same command again {when}")
+        ),
+        409: (taken, look),
+        412: (taken, look),
+        429: ("the Hub has had too many calls (429)", f"give the same command again {when}"),
+    }
+    if status in said:
+        return PublishError(*said[status])
     if status is not None and status >= 500:
         return PublishError(
             f"the Hub failed ({status})", "give the same command again later; it resumes there"

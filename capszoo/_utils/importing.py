@@ -10,8 +10,6 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-__all__ = ["register_with_timm", "resolver"]
-
 _MODELS = f"{__package__.partition('.')[0]}.models"
 
 

@@ -7,8 +7,6 @@ import os
 import sys
 from enum import IntEnum
 
-__all__ = ["Verbosity", "is_quiet", "is_verbose", "keep_freed_memory", "set_verbosity"]
-
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of glibc's malloc.h
 
 

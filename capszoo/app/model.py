@@ -20,7 +20,7 @@ import torch
 from PIL import Image
 
 from .._pretrained.exported import OnnxModel
-from ..errors import CapszooError, UsageError, require
+from ..errors import CapszooError, UsageError
 from ..explain import Explanation, explain
 from ..explain.convergence import all_iterations
 from ..images import open_image
@@ -28,8 +28,6 @@ from ..inference import label_names, load_model
 from ..preprocess import model_transform
 from ..scores import probabilities, score_kind
 from ..summary import routing_iterations
-
-__all__ = ["MAX_FILE_MB", "MAX_PIXELS", "MAX_ITERATIONS", "Answer", "AppModel", "read_drawing", "read_upload"]
 
 #: For networks in PyTorch: an export chooses engines for the whole process, and ``settle`` changes its network
 #: meanwhile.
@@ -128,7 +126,6 @@ class AppModel:
     """
 
     def __init__(self, name: str, folder: str | Path) -> None:
-        require("running an exported model", ["onnx", "onnxscript", "onnxruntime"], "export")
         self.name = name
         self.net = load_model(name, device="cpu")
         self.labels = tuple(label_names(self.net))

@@ -30,8 +30,6 @@ from .pictures import (
     scale_html,
 )
 
-__all__ = ["DEFAULT_MODEL", "MAX_DIMS", "Models", "build", "run"]
-
 #: The model at the start: small, with a decoder.
 DEFAULT_MODEL = "capsnet_dynamic.mnist"
 

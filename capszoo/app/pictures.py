@@ -9,22 +9,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from PIL import Image
 
-from ..errors import require
 from ..explain.heat_map import COLOURS, MEANINGS, REACH
 
 if TYPE_CHECKING:
     from ..explain import Explanation
-
-__all__ = [
-    "PICTURE",
-    "PICTURE_STYLE",
-    "SIDE",
-    "couplings_picture",
-    "data_url",
-    "enlarged",
-    "overlay_picture",
-    "scale_html",
-]
 
 #: Side of a picture on the page, in pixels.
 SIDE = 280
@@ -56,7 +44,6 @@ def enlarged(image: Image.Image, side: int = SIDE) -> Image.Image:
 
 def _colours(relative: np.ndarray) -> np.ndarray:
     """Multiples of an even share to RGB in 0..255, on the scale of ``capszoo.explain``."""
-    require("the app", ["matplotlib"], "app")
     from matplotlib import colormaps
 
     share = ((relative - (1 - REACH)) / (2 * REACH)).clip(0, 1)

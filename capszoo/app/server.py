@@ -25,8 +25,6 @@ from ..images import open_image
 from ..scores import ImagePrediction, ScoredClass
 from .model import MAX_FILE_MB, MAX_PIXELS, AppModel
 
-__all__ = ["Metrics", "create_app", "serve"]
-
 #: Upper ends of the histogram's buckets, in seconds.
 BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 

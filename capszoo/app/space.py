@@ -18,8 +18,6 @@ from .._utils.hub import upload
 from ..checkpoint import resolve
 from ..errors import CapszooError, UsageError
 
-__all__ = ["REQUIREMENTS", "upload_space", "write_space"]
-
 #: Requirements of the Space: the dependencies of the package and of the extra ``app``, as in pyproject.toml.
 REQUIREMENTS = (
     "torch>=2.11",

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
-from rich.table import Column, Table
+from rich.table import Column
 
 from .._pretrained.catalogue import check_model_argument, checkpoints, exported_file
 from .._pretrained.info import default_weights
@@ -25,12 +26,15 @@ from .common import (
     complete_model,
     describe_model,
     given,
+    note,
     parse_size,
+    print_facts,
     print_json,
+    print_table,
     progress_bar,
     refuse_unused,
+    say,
     stderr,
-    stdout,
     was_given,
 )
 
@@ -125,20 +129,14 @@ def benchmark_command(
             lambda line: status.update(escape(line)),
         )
     device_name = "cpu" if exported else str(next(net.parameters()).device)
+    rows = [row.to_dict() for row in timings]
     if as_json:
-        print_json(
-            {
-                "model": model,
-                "device": device_name,
-                "timings": [row.to_dict() for row in timings],
-                "notes": notes,
-            }
-        )
+        print_json({"model": model, "device": device_name, "timings": rows, "notes": notes})
     else:
-        stdout().print(escape(f"{model} on {device_name}, median of {repeats} calls"), soft_wrap=True)
-        _print_timings([row.to_dict() for row in timings])
-    for note in notes:
-        stderr().print(escape(f"note: {note}"), soft_wrap=True)
+        say(f"{model} on {device_name}, median of {repeats} calls")
+        _print_timings(rows)
+    for line in notes:
+        note(line)
 
 
 def compare_runtimes(
@@ -160,32 +158,28 @@ def compare_runtimes(
     if as_json:
         print_json(result)
         return
-    columns = ("runtime", "max difference", "mean", "of the largest output", "top-1 equal")
-    table = Table(*columns, box=None, pad_edge=False)
-    for row in result["differences"]:
-        shown = f"{row['max_abs']:.1e}", f"{row['mean_abs']:.1e}", f"{row['relative']:.1e}"
-        table.add_row(row["runner"], *shown, f"{row['top1_agreement']:.2%}")
     what = f"{result['images']} images" if result["images"] else "random input"
-    stdout().print(f"against {result['reference']}, {what}")
-    stdout().print(table)
-    stdout().print()
+    say(f"against {result['reference']}, {what}")
+    figures = ("max_abs", "mean_abs", "relative")
+    print_table(
+        ("runtime", "max difference", "mean", "of the largest output", "top-1 equal"),
+        (
+            (row["runner"], *(f"{row[key]:.1e}" for key in figures), f"{row['top1_agreement']:.2%}")
+            for row in result["differences"]
+        ),
+    )
+    say()
     _print_timings(result["timings"])
 
 
 def _print_timings(rows: list[dict[str, Any]], first: str = "runtime") -> None:
-    reference = escape(rows[0]["runner"]) if rows else "the first"
-    columns = (
-        Column(first, no_wrap=True),
-        "batch size",
-        "ms/batch",
-        "images/s",
-        f"speed-up over {reference}",
-    )
-    times = Table(*columns, box=None, pad_edge=False)
-    for row in rows:
-        shown = f"{row['milliseconds']:.2f}", f"{row['images_per_second']:.0f}", f"{row['speed_up']:.2f}"
-        times.add_row(escape(row["runner"]), str(row["batch"]), *shown)
-    stdout().print(times)
+    def cells(row: dict[str, Any]) -> Iterable[str]:
+        yield from (row["runner"], str(row["batch"]), f"{row['milliseconds']:.2f}")
+        yield from (f"{row['images_per_second']:.0f}", f"{row['speed_up']:.2f}")
+
+    reference = rows[0]["runner"] if rows else "the first"
+    columns = ("batch size", "ms/batch", "images/s", f"speed-up over {reference}")
+    print_table((Column(first, no_wrap=True), *columns), map(cells, rows))
 
 
 def compare_command(
@@ -216,7 +210,8 @@ def compare_command(
 ) -> None:
     """Compare two models: size, latency, and on images accuracy and how often they agree."""
     sizes = _sizes(batch)
-    if data is None and dataset is None and not os.environ.get("CAPSZOO_DATA"):
+    has_images = data is not None or dataset is not None or bool(os.environ.get("CAPSZOO_DATA"))
+    if not has_images:
         refuse_unused(context, ["split", "limit", "seed"], "without images", "add --data")
     for name in (model, other):
         check_model_argument(name)
@@ -225,9 +220,14 @@ def compare_command(
         raise UsageError(f"{model} and {other} are the same weights", "give two models")
     about = [_about(name) for name in names]
     asked = any(was_given(context, name) for name in ("data", "dataset", "split", "limit", "seed"))
-    measured, why = _agreement(
-        asked, names, dataset, data, split=split, limit=limit, seed=seed, device=device
-    )
+    measured, why = None, ""
+    if has_images:
+        try:
+            measured = _agreement(names, dataset, data, split=split, limit=limit, seed=seed, device=device)
+        except CapszooError as error:  # the folder of CAPSZOO_DATA may lack the images
+            if asked:
+                raise
+            why = str(error)
     from ..export.benchmark import time_models
 
     nets = {name: _load(name, device) for name in names}
@@ -239,31 +239,22 @@ def compare_command(
         )
         return
     _print_models(about)
-    stdout().print()
+    say()
     if measured is None:
-        reason = why or "--data FOLDER measures it"
-        stdout().print(escape(f"agreement: not measured; {reason}"), soft_wrap=True)
+        say(f"agreement: not measured; {why or '--data FOLDER measures it'}")
     else:
         _print_agreement(names, measured)
-    stdout().print()
+    say()
     _print_timings(timings, "model")
 
 
 def _print_models(about: list[dict[str, Any]]) -> None:
-    table = Table(
-        Column("model", no_wrap=True),
-        "parameters",
-        "multiply-adds",
-        "stated top-1 %",
-        "data set",
-        box=None,
-        pad_edge=False,
-    )
-    for row in about:
-        top1 = "" if row["top1"] is None else f"{row['top1']:.2f}"
-        cells = f"{row['parameters']:,}", f"{row['multiply_adds']:,}", top1, row["dataset"] or ""
-        table.add_row(escape(row["name"]), *cells)
-    stdout().print(table)
+    def cells(row: dict[str, Any]) -> Iterable[str]:
+        yield from (row["name"], f"{row['parameters']:,}", f"{row['multiply_adds']:,}")
+        yield from ("" if row["top1"] is None else f"{row['top1']:.2f}", row["dataset"] or "")
+
+    columns = ("parameters", "multiply-adds", "stated top-1 %", "data set")
+    print_table((Column("model", no_wrap=True), *columns), map(cells, about))
 
 
 def _with_tag(name: str) -> str:
@@ -288,9 +279,7 @@ def _about(name: str) -> dict[str, Any]:
     }
 
 
-def _measure_agreement(
-    names: list[str], dataset: str | None, data: str | None, **options: Any
-) -> dict[str, Any]:
+def _agreement(names: list[str], dataset: str | None, data: str | None, **options: Any) -> dict[str, Any]:
     """Accuracy and agreement on the same images; the options are those of ``prepare``."""
     from ..recipes.evaluation.agreement import agreement
     from ..recipes.evaluation.target import data_set_of, prepare
@@ -304,32 +293,17 @@ def _measure_agreement(
     return {"dataset": first.images.spec.name, "of": first.whole, **result.to_dict()}
 
 
-def _agreement(
-    asked: bool, names: list[str], dataset: str | None, data: str | None, **options: Any
-) -> tuple[dict[str, Any] | None, str]:
-    """As ``_measure_agreement``, if there are images; unless ``asked``, ``CAPSZOO_DATA``'s folder may lack them.
-
-    Returns the result, or None and the reason (empty: no images were given).
-    """
-    if data is None and dataset is None and not os.environ.get("CAPSZOO_DATA"):
-        return None, ""
-    try:
-        return _measure_agreement(names, dataset, data, **options), ""
-    except CapszooError as error:
-        if asked:
-            raise
-        return None, str(error)
-
-
 def _print_agreement(names: list[str], agreement: dict[str, Any]) -> None:
-    out, n = stdout(), agreement["n"]
-    out.print(escape(f"{agreement['dataset']}, n = {n:,} of {agreement['of']:,}"), soft_wrap=True)
-    table = Table.grid(padding=(0, 2))
-    for name, accuracy in zip(names, agreement["accuracy"], strict=True):
-        table.add_row(escape(f"accuracy of {name}"), f"{accuracy:.2f}%")
-    table.add_row("same prediction", f"{100 * agreement['same'] / n:.2f}%")
-    table.add_row("both right", f"{agreement['both_right']:,}")
-    table.add_row(escape(f"only {names[0]} right"), f"{agreement['only_first']:,}")
-    table.add_row(escape(f"only {names[1]} right"), f"{agreement['only_second']:,}")
-    table.add_row("both wrong", f"{agreement['both_wrong']:,}")
-    out.print(table)
+    n = agreement["n"]
+    say(f"{agreement['dataset']}, n = {n:,} of {agreement['of']:,}")
+    of_each = zip(names, agreement["accuracy"], strict=True)
+    print_facts(
+        [
+            *((f"accuracy of {name}", f"{accuracy:.2f}%") for name, accuracy in of_each),
+            ("same prediction", f"{100 * agreement['same'] / n:.2f}%"),
+            ("both right", f"{agreement['both_right']:,}"),
+            (f"only {names[0]} right", f"{agreement['only_first']:,}"),
+            (f"only {names[1]} right", f"{agreement['only_second']:,}"),
+            ("both wrong", f"{agreement['both_wrong']:,}"),
+        ]
+    )

@@ -16,8 +16,8 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column, Table
 from rich.text import Text
 
 from .._pretrained.catalogue import architectures, check_model_argument, checkpoints, describe
@@ -26,48 +26,6 @@ from .._utils.devices import DEVICES, check_device
 from .._utils.files import check_numbers_file, check_writable
 from .._utils.process import is_quiet
 from ..errors import CapszooError, UsageError, unknown_name
-
-__all__ = [
-    "MODEL_HELP",
-    "PICTURES",
-    "STYLES",
-    "BackgroundOption",
-    "BatchSizeOption",
-    "DataFolderOption",
-    "DatasetOption",
-    "DeviceOption",
-    "DpiOption",
-    "ExportedArgument",
-    "FitOption",
-    "FormatOption",
-    "ImagesArgument",
-    "ImagesOption",
-    "InvertOption",
-    "ItersOption",
-    "JsonOption",
-    "ModelArgument",
-    "OriginalOption",
-    "Picture",
-    "SizeOption",
-    "SkipBadOption",
-    "StyleOption",
-    "check_paths",
-    "describe_model",
-    "check_picture_options",
-    "given",
-    "image_option",
-    "parse_size",
-    "picture",
-    "print_error",
-    "print_json",
-    "printable",
-    "progress_bar",
-    "refuse_unused",
-    "stderr",
-    "stdout",
-    "was_given",
-]
-
 
 #: Picture formats, and styles (``capszoo.explain.plotting.STYLES``, which needs torch).
 PICTURES, STYLES = ("png", "pdf", "svg"), ("screen", "paper", "talk")
@@ -229,27 +187,52 @@ def check_paths(paths: Iterable[Path]) -> None:
             raise CapszooError(f"{path}: no such file", "check the path")
 
 
-class _Terminal(Console):
-    """A console that shows no control characters: names of files and of classes could steer the terminal."""
-
-    def render_str(self, text: str, **options: Any) -> Text:
-        return super().render_str("\n".join(map(printable, text.split("\n"))), **options)
-
-
 def stdout() -> Console:
     """Console for results."""
-    return _Terminal(width=_width(sys.stdout), highlight=False, emoji=False)
+    return Console(width=_width(sys.stdout), highlight=False, emoji=False)
 
 
 def stderr() -> Console:
     """Console for notes and progress; prints nothing with ``--quiet``."""
-    return _Terminal(width=_width(sys.stderr), highlight=False, emoji=False, stderr=True, quiet=is_quiet())
+    return Console(width=_width(sys.stderr), highlight=False, emoji=False, stderr=True, quiet=is_quiet())
+
+
+def say(text: str | Text = "") -> None:
+    """Print a line of the result as it is, however long."""
+    stdout().print(_cell(text), soft_wrap=True)
+
+
+def note(text: str, label: str = "note: ") -> None:
+    """Print a note to stderr, in one line."""
+    stderr().print(_cell(f"{label}{text}"), soft_wrap=True)
 
 
 def print_error(line: str) -> None:
     """Print an error, in one line, to stderr; also with ``--quiet``."""
     console = Console(width=_width(sys.stderr), highlight=False, emoji=False, stderr=True)
-    console.print(f"[bold red]error:[/] {escape(printable(line, MAX_MESSAGE))}", soft_wrap=True)
+    console.print(Text.assemble(("error:", "bold red"), f" {printable(line, MAX_MESSAGE)}"), soft_wrap=True)
+
+
+def print_table(columns: Iterable[str | Column], rows: Iterable[Iterable[str | Text]]) -> None:
+    """Print a table; a cell is one line as it is, unless it is a ``Text``."""
+    heads = (one if isinstance(one, Column) else Column(_cell(one)) for one in columns)
+    _print_rows(Table(*heads, box=None, pad_edge=False), rows)
+
+
+def print_facts(rows: Iterable[Iterable[str | Text]]) -> None:
+    """Print names and values, a row each."""
+    _print_rows(Table.grid(padding=(0, 2)), rows)
+
+
+def _print_rows(table: Table, rows: Iterable[Iterable[str | Text]]) -> None:
+    for row in rows:
+        table.add_row(*map(_cell, row))
+    stdout().print(table)
+
+
+def _cell(text: str | Text) -> Text:
+    """Text without markup and control characters: names of files and of classes could steer the terminal."""
+    return text if isinstance(text, Text) else Text(printable(text))
 
 
 def printable(text: str, longest: int = sys.maxsize) -> str:

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.markup import escape
 
 from ..errors import CapszooError, UsageError, unknown_name
-from .common import DpiOption, FormatOption, StyleOption, picture, refuse_unused, stdout
+from .common import DpiOption, FormatOption, StyleOption, picture, refuse_unused, say
 
 KINDS, AXES = ("training", "routing", "robustness"), ("epoch", "images")
 
@@ -52,6 +51,8 @@ def curves_command(
     for kind, value, choices in (("picture", what, KINDS), ("axis", x, AXES)):
         if value not in choices:
             raise UsageError(unknown_name(kind, value, choices))
+    if (suffix := file.path.suffix.lower()) in (".svg", ".pdf", ".eps"):
+        refuse_unused(context, ["dpi"], f"on the lines of a {suffix} file", "leave it out")
     if what != "training":
         refuse_unused(context, ["x", "log"], f"with --what {what}", "leave it out")
     require_matplotlib("curves")
@@ -62,7 +63,7 @@ def curves_command(
     if what == "robustness":
         with file.drawn():
             written = draw_robustness(_reports(runs), file.path)
-        stdout().print(escape(f"written: {written}"), soft_wrap=True)
+        say(f"written: {written}")
         return
     records_of = find_runs(runs)
     with file.drawn():
@@ -75,8 +76,8 @@ def curves_command(
         last = records[-1]
         keys = ("train_loss", "train_top1", "val_top1")
         told = (f"{NAMES[key]} {last[key]:g}" for key in keys if last.get(key))
-        stdout().print(escape(f"{name}, epoch {last['epoch']}: {', '.join(told)}"), soft_wrap=True)
-    stdout().print(escape(f"written: {written}"), soft_wrap=True)
+        say(f"{name}, epoch {last['epoch']}: {', '.join(told)}")
+    say(f"written: {written}")
 
 
 def _reports(files: list[str]) -> dict[str, dict[str, Any]]:

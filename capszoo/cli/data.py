@@ -6,15 +6,12 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.markup import escape
-from rich.table import Column, Table
+from rich.table import Column
 
 from .._utils.devices import check_device
 from ..errors import UsageError
-from .common import DataFolderOption, JsonOption, print_json, refuse_unused, stdout
+from .common import DataFolderOption, JsonOption, print_json, print_table, refuse_unused, say
 from .group import Command
-
-__all__ = ["data_app"]
 
 data_app = typer.Typer(help="List, download and check data sets.", no_args_is_help=True)
 
@@ -34,11 +31,11 @@ def list_sets_command(as_json: JsonOption = False) -> None:
     if as_json:
         print_json(rows)
         return
-    table = Table(Column("data set", no_wrap=True), "input", "images", "what it is", box=None, pad_edge=False)
-    for row in rows:
-        built = "built by `capszoo data h-imagenet`" if row["name"] == "h_imagenet" else row["splits"]
-        table.add_row(escape(row["name"]), row["input"], built, escape(row["title"]))
-    stdout().print(table)
+    built = {"h_imagenet": "built by `capszoo data h-imagenet`"}
+    print_table(
+        (Column("data set", no_wrap=True), "input", "images", "what it is"),
+        ((row["name"], row["input"], built.get(row["name"], row["splits"]), row["title"]) for row in rows),
+    )
 
 
 def fetch_command(
@@ -53,7 +50,7 @@ def fetch_command(
     """Download a data set's files and check them against their checksums."""
     from ..data.commands import fetch_set
 
-    stdout().print(escape(fetch_set(name, to)), soft_wrap=True)
+    say(fetch_set(name, to))
 
 
 def check_set_command(
@@ -64,7 +61,7 @@ def check_set_command(
     from ..data.commands import check_set
 
     for line in check_set(name, data):
-        stdout().print(escape(line), soft_wrap=True)
+        say(line)
 
 
 def h_imagenet_command(
@@ -103,7 +100,7 @@ def h_imagenet_command(
     from ..data.commands import build_h_imagenet
 
     for line in build_h_imagenet(ilsvrc, out, accuracies, weights, device):
-        stdout().print(escape(line), soft_wrap=True)
+        say(line)
 
 
 data_app.command("list", cls=Command)(list_sets_command)

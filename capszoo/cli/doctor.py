@@ -9,14 +9,13 @@ import platform
 import sys
 from typing import Any
 
-from rich.markup import escape
-from rich.table import Table
+from rich.text import Text
 
 from .. import __version__
 from .._utils.choices import EXTRAS
 from .._utils.files import expanded
 from ..errors import CapszooError
-from .common import JsonOption, print_json, stdout
+from .common import JsonOption, print_facts, print_json, print_table, say
 
 LIBRARIES = ("torch", "torchvision", "timm", "huggingface-hub", "safetensors", "numpy", "pillow", "pydantic")
 
@@ -27,7 +26,7 @@ def doctor_command(as_json: JsonOption = False) -> None:
         name: [module for module in modules if importlib.util.find_spec(module) is None]
         for name, (modules, _) in EXTRAS.items()
     }
-    about = {
+    about: dict[str, Any] = {
         "capszoo": __version__,
         "python": f"{platform.python_version()} ({sys.platform}, {platform.machine()})",
         "libraries": {name: _version(name) for name in LIBRARIES},
@@ -39,29 +38,23 @@ def doctor_command(as_json: JsonOption = False) -> None:
     if as_json:
         print_json(about)
         return
-    facts = Table.grid(padding=(0, 2))
-    facts.add_row("capszoo", __version__)
-    facts.add_row("Python", str(about["python"]))
-    for name, version in about["libraries"].items():  # type: ignore[attr-defined]
-        facts.add_row(name, version or "[red]not installed[/]")
-    for name, what in about["devices"].items():  # type: ignore[attr-defined]
-        facts.add_row(name, escape(what))
-    facts.add_row("cache of predict --runtime onnx", escape(str(about["cache"])))
-    out = stdout()
-    out.print(facts)
-    out.print()
-    extras = Table("extra", "state", "needed by", box=None, pad_edge=False)
-    for name, (_, commands) in EXTRAS.items():
-        state = f"[yellow]missing: {', '.join(missing[name])}[/]" if missing[name] else "[green]installed[/]"
-        extras.add_row(name, state, commands)
-    out.print(extras)
-    out.print()
-    folders = about["data"]
-    if not folders:
-        out.print("data: CAPSZOO_DATA names no folder; `capszoo data fetch NAME --to FOLDER` downloads a set")
-    for folder, sets in folders.items():  # type: ignore[attr-defined]
-        held = ", ".join(sets) if sets else "no known data set"
-        out.print(escape(f"data: {folder}: {held if sets is not None else 'no such folder'}"), soft_wrap=True)
+    absent = Text("not installed", "red")
+    libraries = ((name, version or absent) for name, version in about["libraries"].items())
+    first, last = ("capszoo", __version__), ("cache of predict --runtime onnx", about["cache"])
+    print_facts((first, ("Python", about["python"]), *libraries, *about["devices"].items(), last))
+    say()
+    states = {
+        name: Text(f"missing: {', '.join(without)}", "yellow") if without else Text("installed", "green")
+        for name, without in missing.items()
+    }
+    rows = ((name, states[name], commands) for name, (_, commands) in EXTRAS.items())
+    print_table(("extra", "state", "needed by"), rows)
+    say()
+    if not about["data"]:
+        say("data: CAPSZOO_DATA names no folder; `capszoo data fetch NAME --to FOLDER` downloads a set")
+    for folder, sets in about["data"].items():
+        held = ", ".join(sets or ()) or "no known data set"
+        say(f"data: {folder}: {held if sets is not None else 'no such folder'}")
 
 
 def _version(name: str) -> str | None:

@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.markup import escape
-from rich.table import Table
 
 from .._pretrained.catalogue import check_model_argument, exported_file
 from .._utils.files import expanded
+from ..data.specs import check_name
 from ..errors import CapszooError, UsageError
 from .common import (
     DatasetOption,
@@ -25,12 +24,13 @@ from .common import (
     StyleOption,
     check_picture_options,
     image_option,
+    note,
+    print_facts,
     print_json,
-    printable,
+    print_table,
     progress_bar,
     refuse_unused,
-    stderr,
-    stdout,
+    say,
 )
 
 if TYPE_CHECKING:
@@ -187,7 +187,8 @@ def eval_command(
     if exported_file(model) is not None:
         refuse_unused(context, _OF_THE_NETWORK, f"on {model}, an exported file", "give the model")
     check_picture_options(format, style)
-    _check_names(dataset, ood)
+    for name in filter(None, (dataset, ood)):
+        check_name(name)
     from capszoo.recipes.evaluation.report import Probes, measure
     from capszoo.recipes.evaluation.report_plots import write
 
@@ -204,7 +205,8 @@ def eval_command(
         check_specificity(specificity)
     probes = Probes(pose, deletion, ood, () if attack is None else parse_attacks(attack))
     one_view = [robustness, routing, corruptions, calibration, probes != Probes()]
-    _check_options(eps, crops, one_view, out)
+    _check_options(crops, one_view, out)
+    radii = None if eps is None else parse_radii(eps)
     counts = () if routing_iters is None else parse_iterations(routing_iters)
     target = prepare(
         model,
@@ -219,7 +221,7 @@ def eval_command(
         skip_unknown=skip_unknown,
     )
     for line in target.skipped:
-        stderr().print(f"note: left out: {escape(line)}", soft_wrap=True)
+        note(f"left out: {line}")
     if target.images.spec.multi_label:
         why = "on images with several labels: PGD is defined for one"
         refuse_unused(context, ["eps", "steps"], why, "leave it out")
@@ -234,7 +236,7 @@ def eval_command(
         if calibration
         else None,
         probes=probes,
-        radii=None if eps is None else parse_radii(eps),
+        radii=radii,
         steps=steps,
         data=data if data and expanded(data).is_dir() and data_set_of(data) is None else None,
         limit=limit,
@@ -256,38 +258,20 @@ def eval_command(
     if unwritten is not None:
         raise unwritten
     accuracy = report.result.accuracy
-    # training counts its validation images in its own precision and before the weights are stored
-    on_test = target.images.split == "test"
-    # an exported file may be of another precision, whose cost is what is measured
-    exact = exported_file(model) is None
-    if (
-        on_test
-        and exact
-        and report.stated is not None
-        and not reproduced(report.stated, accuracy, report.result.n)
-    ):
+    # Training counts its validation images in its own precision and before the weights are stored; an exported file may
+    # be of another precision, whose cost is what is measured.
+    stated = report.stated if target.images.split == "test" and exported_file(model) is None else None
+    if stated is not None and not reproduced(stated, accuracy, report.result.n):
         raise CapszooError(
-            f"{target.images.spec.accuracy} is {accuracy:.2f}%, the weights' metadata state {report.stated:.2f}%",
+            f"{target.images.spec.accuracy} is {accuracy:.2f}%, the weights' metadata state {stated:.2f}%",
             "check that the data set is the one they name",
         )
 
 
-def _check_names(*names: str | None) -> None:
-    """Refuse unknown names of data sets, before torch is imported."""
-    from ..data.specs import check_name
-
-    for name in names:
-        if name is not None:
-            check_name(name)
-
-
-def _check_options(eps: str | None, crops: str, of_one_view: list[bool], out: Path | None) -> None:
+def _check_options(crops: str, of_one_view: list[bool], out: Path | None) -> None:
     """Refuse incompatible options, before the model is loaded."""
     from ..explain.plotting import require_matplotlib
-    from ..recipes.evaluation.robustness import parse_radii
 
-    if eps is not None:
-        parse_radii(eps)
     if crops == "multi" and any(of_one_view):
         raise UsageError(
             "--robustness, --routing, --corruptions, --calibration, --pose, --deletion, --ood and --attack are "
@@ -301,143 +285,129 @@ def _check_options(eps: str | None, crops: str, of_one_view: list[bool], out: Pa
 
 
 def _print(report: Report, files: list[Path]) -> None:
-    out = stdout()
     target, result = report.target, report.result
     part = f" of {target.whole:,}, drawn by seed {report.seed}" if result.n < target.whole else ""
-    out.print(
-        f"{escape(target.name)} on {escape(target.images.spec.name)} ({target.part}), "
-        f"n = {result.n:,}{part}; crops: {target.crops or 'single'}",
-        soft_wrap=True,
+    say(
+        f"{target.name} on {target.images.spec.name} ({target.part}), "
+        f"n = {result.n:,}{part}; crops: {target.crops or 'single'}"
     )
-    figures = Table.grid(padding=(0, 2))
-    for name, value in (("top-1", result.top1), ("top-5", result.top5), ("exact set", result.exact_set)):
-        if value is not None:
-            figures.add_row(name, f"{value:.2f}%")
-    figures.add_row("wrong", f"{result.errors:,}")
+    shares = {"top-1": result.top1, "top-5": result.top5, "exact set": result.exact_set}
+    figures = [(name, f"{value:.2f}%") for name, value in shares.items() if value is not None]
+    figures.append(("wrong", f"{result.errors:,}"))
     if report.stated is not None:
-        figures.add_row("stated in the metadata", f"{report.stated:.2f}%")
-    out.print(figures)
+        figures.append(("stated in the metadata", f"{report.stated:.2f}%"))
+    print_facts(figures)
     _print_ranking(result)
-    out.print()
+    say()
     _print_classes(result)
     if report.sweeps or report.attacks:
-        out.print()
+        say()
         _print_robustness(report)
     if report.routing:
-        out.print()
+        say()
         _print_routing(report.routing, [figures.label for figures in result.per_class])
         _print_iterations(report)
     if report.by_iterations:
-        out.print()
-        table = Table("routing iterations", "accuracy %", "other predictions", box=None, pad_edge=False)
-        for by_count in report.by_iterations:
-            table.add_row(str(by_count.iterations), f"{by_count.accuracy:.2f}", f"{by_count.changed:,}")
-        out.print(table)
+        say()
+        columns = ("routing iterations", "accuracy %", "other predictions")
+        counts = (
+            (f"{one.iterations}", f"{one.accuracy:.2f}", f"{one.changed:,}") for one in report.by_iterations
+        )
+        print_table(columns, counts)
     if report.corruptions:
         _print_corruptions(report.corruptions)
     if report.calibration:
         _print_calibration(report.calibration)
     _print_probes(report)
     for file in files:
-        out.print(f"written: {escape(str(file))}", soft_wrap=True)
-
-
-def _share(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}"
+        say(f"written: {file}")
 
 
 def _print_ranking(result: EvalResult) -> None:
     ranking = result.ranking
     if ranking is None:
-        stdout().print("AUROC: not measured, torchmetrics is not installed")
+        say("AUROC: not measured, torchmetrics is not installed")
         return
     over = f"of {ranking.per_class[0].label}" if ranking.kind == "binary" else f"{ranking.kind}, mean"
-    figures = (
-        ("AUROC", ranking.auroc),
-        ("average precision", ranking.average_precision),
-        (f"sensitivity at specificity {ranking.specificity:g}", ranking.sensitivity),
-    )
-    shown = ", ".join(f"{name} {value:.4f}" for name, value in figures if value is not None)
-    stdout().print(
-        f"{shown or 'AUROC: not defined, one class alone'} ({escape(printable(over))})", soft_wrap=True
-    )
+    figures = {
+        "AUROC": ranking.auroc,
+        "average precision": ranking.average_precision,
+        f"sensitivity at specificity {ranking.specificity:g}": ranking.sensitivity,
+    }
+    shown = ", ".join(f"{name} {value:.4f}" for name, value in figures.items() if value is not None)
+    say(f"{shown or 'AUROC: not defined, one class alone'} ({over})")
 
 
 def _print_classes(result: EvalResult) -> None:
     rows = list(result.per_class)
     if len(rows) > MOST_CLASSES:
         rows = sorted(rows, key=lambda row: 101 if row.recall is None else row.recall)[:MOST_CLASSES]
-        stdout().print(f"the {MOST_CLASSES} classes of {len(result.per_class)} with the lowest recall")
-    table = Table("class", "images", "recall %", "precision %", "F1 %", box=None, pad_edge=False)
-    for row in rows:
-        values = (_share(row.recall), _share(row.precision), _share(row.f1))
-        table.add_row(escape(printable(row.label)), f"{row.n:,}", *values)
-    stdout().print(table)
+        say(f"the {MOST_CLASSES} classes of {len(result.per_class)} with the lowest recall")
+    figures = ((row, (row.recall, row.precision, row.f1)) for row in rows)
+    print_table(
+        ("class", "images", "recall %", "precision %", "F1 %"),
+        (
+            (row.label, f"{row.n:,}", *("" if value is None else f"{value:.2f}" for value in shares))
+            for row, shares in figures
+        ),
+    )
 
 
 def _print_robustness(report: Report) -> None:
-    out = stdout()
     for sweep in report.sweeps:
         amounts = (f"{amount:g}" for amount in sweep.amounts)
-        table = Table(f"{sweep.name} ({sweep.unit})", *amounts, box=None, pad_edge=False)
-        table.add_row("accuracy %", *(f"{accuracy:.1f}" for accuracy in sweep.accuracy))
-        out.print(table)
+        accuracy = (f"{value:.1f}" for value in sweep.accuracy)
+        print_table((f"{sweep.name} ({sweep.unit})", *amounts), [("accuracy %", *accuracy)])
     if report.attacks:
+        radii = (f"{attacked.eps:.4g}" for attacked in report.attacks)
+        accuracy = (f"{attacked.accuracy:.1f}" for attacked in report.attacks)
         title = f"PGD, {report.attacks[0].steps} steps, L-infinity eps"
-        table = Table(
-            title, *(f"{attacked.eps:.4g}" for attacked in report.attacks), box=None, pad_edge=False
-        )
-        table.add_row("accuracy %", *(f"{attacked.accuracy:.1f}" for attacked in report.attacks))
-        out.print(table)
+        print_table((title, *radii), [("accuracy %", *accuracy)])
     elif report.target.images.spec.multi_label:
-        out.print("PGD: not run, images have several labels")
+        say("PGD: not run, images have several labels")
     result = report.affnist
     if result is None:
         return
     if result.regenerated is None:
-        out.print(f"affNIST: not run, {escape(result.reason)}", soft_wrap=True)
+        say(f"affNIST: not run, {result.reason}")
         return
     trained = "" if result.trained else "; the weights are not of the protocol's training set"
     both = f"regenerated {result.regenerated:.2f}%, expanded MNIST {result.expanded:.2f}%"
-    out.print(f"affNIST, n = {result.n:,}: {both}{trained}", soft_wrap=True)
+    say(f"affNIST, n = {result.n:,}: {both}{trained}")
 
 
 def _print_corruptions(results: tuple[CorruptionResult, ...]) -> None:
     from ..recipes.evaluation.corruptions import mean_accuracy
 
-    out = stdout()
-    out.print()
     severities = len(results[0].accuracy)
-    many = severities > 1
-    columns = [*map(str, range(1, severities + 1)), "mean"] if many else ["accuracy %"]
-    title = "corruption (regenerated), accuracy % by severity" if many else "corruption (regenerated)"
-    table = Table(title, *columns, box=None, pad_edge=False)
-    for corruption in results:
-        values = [*corruption.accuracy, corruption.mean] if many else corruption.accuracy
-        table.add_row(f"{corruption.name} ({corruption.group})", *(f"{value:.1f}" for value in values))
-    table.add_row(f"mean of the {len(results)}", *[""] * (len(columns) - 1), f"{mean_accuracy(results):.1f}")
-    out.print(table)
+    title, columns = "corruption (regenerated)", ["accuracy %"]
+    if severities > 1:
+        title += ", accuracy % by severity"
+        columns = [*map(str, range(1, severities + 1)), "mean"]
+    rows = [
+        (f"{one.name} ({one.group})", *one.accuracy, *([one.mean] if severities > 1 else []))
+        for one in results
+    ]
+    mean = (f"mean of the {len(results)}", *[""] * (len(columns) - 1), f"{mean_accuracy(results):.1f}")
+    say()
+    print_table((title, *columns), [*((name, *(f"{v:.1f}" for v in values)) for name, *values in rows), mean])
 
 
 def _print_calibration(calibration: CalibrationResult) -> None:
     from ..recipes.evaluation.calibration import BINS
 
-    out = stdout()
-    out.print()
-    columns = (f"expected calibration error %, {BINS} bins", "NLL", "mean confidence %")
-    table = Table("probabilities", *columns, box=None, pad_edge=False)
     rows = [(f"of the {calibration.kind}", calibration.raw)]
     if calibration.scaled is not None:
         rows.append((f"at temperature {calibration.temperature:.3f}", calibration.scaled))
-    for name, reliability in rows:
-        table.add_row(
-            name, f"{reliability.ece:.2f}", f"{reliability.nll:.4f}", f"{reliability.confidence:.2f}"
-        )
-    out.print(table)
+    say()
+    print_table(
+        ("probabilities", f"expected calibration error %, {BINS} bins", "NLL", "mean confidence %"),
+        ((name, f"{one.ece:.2f}", f"{one.nll:.4f}", f"{one.confidence:.2f}") for name, one in rows),
+    )
     if calibration.fitted_on is not None:
-        out.print(f"temperature: fitted on {calibration.fitted_on:,} validation images")
+        say(f"temperature: fitted on {calibration.fitted_on:,} validation images")
     else:
-        out.print(f"no temperature: {escape(calibration.reason)}", soft_wrap=True)
+        say(f"no temperature: {calibration.reason}")
 
 
 def _between(interval: tuple[float, float], digits: int = 2) -> str:
@@ -446,79 +416,79 @@ def _between(interval: tuple[float, float], digits: int = 2) -> str:
 
 def _print_probes(report: Report) -> None:
     """The tests of what is claimed of capsules, a table each."""
-    out = stdout()
     if report.pose:
-        out.print()
-        table = Table("linear map reads", "from", "features", "R²", "95% interval", box=None, pad_edge=False)
-        for one in report.pose.scores:
-            table.add_row(one.change, one.source, f"{one.width:,}", f"{one.r2:.2f}", _between(one.interval))
-        out.print(table)
-        out.print(f"fitted on {report.pose.fitted:,} images, measured on {report.pose.n:,} others")
+        say()
+        print_table(
+            ("linear map reads", "from", "features", "R²", "95% interval"),
+            (
+                (one.change, one.source, f"{one.width:,}", f"{one.r2:.2f}", _between(one.interval))
+                for one in report.pose.scores
+            ),
+        )
+        say(f"fitted on {report.pose.fitted:,} images, measured on {report.pose.n:,} others")
     if report.deletions:
-        out.print()
-        columns = ("heat map", "n", "area over the curve", "random order", "difference", "95% interval")
-        table = Table(*columns, box=None, pad_edge=False)
+        say()
+        rows = []
         for test in report.deletions:
             if test.interval is None:
-                table.add_row(test.method, "", escape(test.reason))
+                rows.append((test.method, "", test.reason))
                 continue
             values = (f"{value:.3f}" for value in (test.area, test.random, test.gain) if value is not None)
-            table.add_row(test.method, f"{test.n:,}", *values, _between(test.interval, 3))
-        out.print(table)
+            rows.append((test.method, f"{test.n:,}", *values, _between(test.interval, 3)))
+        measured = ("n", "area over the curve", "random order", "difference", "95% interval")
+        print_table(("heat map", *measured), rows)
     if report.outliers:
-        out.print()
-        table = Table(f"against {report.outliers.dataset}", "AUROC", "95% interval", box=None, pad_edge=False)
-        for score in report.outliers.scores:
-            table.add_row(score.score, f"{score.auroc:.3f}", _between(score.interval, 3))
-        out.print(table)
-        out.print(f"n = {report.outliers.n:,} and {report.outliers.others:,}")
+        say()
+        scores = (
+            (one.score, f"{one.auroc:.3f}", _between(one.interval, 3)) for one in report.outliers.scores
+        )
+        print_table((f"against {report.outliers.dataset}", "AUROC", "95% interval"), scores)
+        say(f"n = {report.outliers.n:,} and {report.outliers.others:,}")
     if report.adversarial:
         _print_adversarial(report.adversarial)
 
 
 def _print_adversarial(result: Adversarial) -> None:
-    out = stdout()
-    out.print()
-    title = f"L-infinity eps, {result.steps} steps"
-    table = Table(title, "accuracy %", "95% interval", "images that stand", box=None, pad_edge=False)
+    rows = []
     for radius in result.radii:
         stand = ", ".join(f"{name} {count:,}" for name, count in radius.after.items())
-        table.add_row(f"{radius.eps:.4g}", f"{radius.accuracy:.1f}", _between(radius.interval, 1), stand)
-    out.print(table)
-    signs = (
-        f"{100 * result.zero_gradient:.1f}% of gradients zero, {100 * result.not_rising:.1f}% raise no loss"
-    )
-    out.print(f"masked gradients: {'likely' if result.masked else 'no sign'} ({signs})", soft_wrap=True)
+        rows.append((f"{radius.eps:.4g}", f"{radius.accuracy:.1f}", _between(radius.interval, 1), stand))
+    say()
+    title = f"L-infinity eps, {result.steps} steps"
+    print_table((title, "accuracy %", "95% interval", "images that stand"), rows)
+    zero, rising = f"{100 * result.zero_gradient:.1f}%", f"{100 * result.not_rising:.1f}%"
+    state = "likely" if result.masked else "no sign"
+    say(f"masked gradients: {state} ({zero} of gradients zero, {rising} raise no loss)")
 
 
 def _print_routing(stats: RoutingStats, labels: list[str]) -> None:
-    out = stdout()
     if not stats.layers:
-        out.print("nothing is routed by iterations: no couplings")
+        say("nothing is routed by iterations: no couplings")
     else:
-        columns = ("routing layer", "positions", "parents", "children", "sum to 1 over", "entropy (0 to 1)")
-        table = Table(*columns, "mean largest coupling", "dead", box=None, pad_edge=False)
+        rows = []
         for number, layer in enumerate(stats.layers, 1):
-            sizes = (f"{layer.positions}", f"{layer.parents}", f"{layer.children}")
-            entropy, peak = ("" if value is None else f"{value:.4f}" for value in (layer.entropy, layer.peak))
+            sizes = (f"{number}", f"{layer.positions}", f"{layer.parents}", f"{layer.children}")
+            shares = ("" if value is None else f"{value:.4f}" for value in (layer.entropy, layer.peak))
             dead = f"{layer.dead} of {layer.competing}"
-            table.add_row(str(number), *sizes, layer.over or "none: credit", entropy, peak, dead)
-        out.print(table)
+            rows.append((*sizes, layer.over or "none: credit", *shares, dead))
+        sizes = ("routing layer", "positions", "parents", "children")
+        print_table((*sizes, "sum to 1 over", "entropy (0 to 1)", "mean largest coupling", "dead"), rows)
         for number, layer in enumerate(stats.layers, 1):
             if layer.negative is not None:
-                out.print(f"layer {number}: {layer.negative:.1%} of the credit is negative")
+                say(f"layer {number}: {layer.negative:.1%} of the credit is negative")
     if stats.never_predicted:
-        never = ", ".join(labels[k] for k in stats.never_predicted[:MOST_CLASSES])
-        out.print(f"never predicted: {escape(never)}", soft_wrap=True)
+        say(f"never predicted: {', '.join(labels[k] for k in stats.never_predicted[:MOST_CLASSES])}")
     if stats.curve:
-        out.print()
+        say()
         parent = "the class's capsule" if stats.curve.classes else "the pooled capsule"
-        table = Table(f"cosine with {parent}", "votes %", "mean length", box=None, pad_edge=False)
-        for cosine, share, length in zip(
-            stats.curve.cosine, stats.curve.share, stats.curve.length, strict=True
-        ):
-            table.add_row(f"{cosine:+.2f}", f"{share:.2f}", "" if length is None else f"{length:.4f}")
-        out.print(table)
+        points = zip(stats.curve.cosine, stats.curve.share, stats.curve.length, strict=True)
+        print_table(
+            (f"cosine with {parent}", "votes %", "mean length"),
+            (
+                (f"{cosine:+.2f}", f"{share:.2f}", "" if length is None else f"{length:.4f}")
+                for cosine, share, length in points
+            ),
+        )
 
 
 def _print_iterations(report: Report) -> None:
@@ -526,21 +496,19 @@ def _print_iterations(report: Report) -> None:
         return
     from ..recipes.evaluation.report import ITERATION_IMAGES
 
-    out = stdout()
-    out.print()
-    out.print(
+    say()
+    say(
         "mean absolute change in each iteration: routing logits (couplings, as a multiple of an even one; credit, "
         "which has no logits, as a multiple of its mean size); "
-        f"n = {min(ITERATION_IMAGES, report.result.n)}; * beyond the network's own iterations",
-        soft_wrap=True,
+        f"n = {min(ITERATION_IMAGES, report.result.n)}; * beyond the network's own iterations"
     )
     most = len(report.iterations[0].couplings)
-    table = Table("routing layer", *(f"iteration {t}" for t in range(1, most + 1)), box=None, pad_edge=False)
+    rows = []
     for number, layer in enumerate(report.iterations, 1):
         shown = (
             (f"{layer.logits[t]:.3g} " if layer.logits else "")
             + f"({change:.3g}){'' if t < layer.own else '*'}"
             for t, change in enumerate(layer.couplings)
         )
-        table.add_row(str(number), *shown)
-    out.print(table)
+        rows.append((str(number), *shown))
+    print_table(("routing layer", *(f"iteration {t}" for t in range(1, most + 1))), rows)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.markup import escape
 
 from .._pretrained.catalogue import check_model_argument
 from ..errors import UsageError, unknown_name
@@ -25,18 +24,14 @@ from .common import (
     Picture,
     StyleOption,
     check_paths,
+    note,
     picture,
-    printable,
-    stderr,
-    stdout,
+    say,
 )
 from .group import Command
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-__all__ = ["explain_app"]
-
+    from torch import Tensor, nn
 
 #: As in ``capszoo.explain.heat_map.METHODS`` (a test compares the two).
 METHODS = ("couplings", "gradient", "occlusion")
@@ -96,9 +91,23 @@ def heatmap_command(
     """Draw which positions of an image were routed to a class capsule, or on which tiles its score depends."""
     if method not in METHODS:
         raise UsageError(unknown_name("method", method, METHODS))
-    reading = {"background": background, "invert": invert, "fit": fit}
     file = picture(out, format, style, dpi, "heatmap", numbers="column 0")
-    _draw_image("heat", model, image, target, device, file, reading, method=method)
+    _check_image(model, image, file)
+    if method != "couplings":
+        from ..explain.attributions import require_captum
+
+        require_captum(method)
+    from ..explain import explain, save_figure
+
+    net, seen = _load(model, image, device, background=background, invert=invert, fit=fit)
+    explanation = explain(net, seen, target, name=Path(model).name, method=method)
+    with file.drawn():
+        written = save_figure(explanation, file.path)
+    even = "the shares are even within 10%: nothing to see"
+    note(even if explanation.is_even else explanation.meaning)
+    best = explanation.predicted
+    answer = f"{explanation.labels[best]} (probability {float(explanation.probabilities[best]):.4f})"
+    say(f"{image}: {answer}; written: {written}")
 
 
 def perturb_command(
@@ -121,12 +130,19 @@ def perturb_command(
     device: DeviceOption = None,
 ) -> None:
     """Change one dimension of the class capsule at a time and decode it (models with a decoder)."""
-    reading = {"background": background, "invert": invert, "fit": fit}
     numbers = _numbers(dims)
     if not math.isfinite(span):
         raise UsageError(f"--range {span} is no finite number", "give a number such as 0.25")
     file = picture(out, format, style, dpi, "perturb")
-    _draw_image("perturb", model, image, target, device, file, reading, numbers, span)
+    _check_image(model, image, file)
+    from ..explain.reconstructions import offsets_to, perturb, save_perturbation
+
+    net, seen = _load(model, image, device, background=background, invert=invert, fit=fit)
+    changed = perturb(net, seen, target, offsets_to(span), numbers)
+    with file.drawn():
+        written = save_perturbation(changed, file.path, f"{Path(model).name}, {image.name}")
+    dimensions = f"{changed.images.shape[0]} dimensions"
+    say(f"{image}: capsule of {changed.label}, {dimensions}; written: {written}")
 
 
 def reconstruct_command(
@@ -177,30 +193,19 @@ def _numbers(text: str | None) -> list[int] | None:
     return [int(part) for part in parts]
 
 
-def _draw_image(
-    what: str,
-    name: str,
-    image: Path,
-    target: str | None,
-    device: str | None,
-    file: Picture,
-    reading: dict[str, Any],
-    dims: list[int] | None = None,
-    span: float = 0.25,
-    method: str = "couplings",
-) -> None:
-    check_model_argument(name)
+def _check_image(model: str, image: Path, file: Picture) -> None:
+    """Refuse arguments before the model is loaded and run."""
+    check_model_argument(model)
     check_paths([image])
     if file.path.exists() and file.path.samefile(image):
         raise UsageError(f"the picture would replace {image}", "give another file as --out")
     from ..explain.plotting import require_matplotlib
 
-    require_matplotlib("explain")  # fails before the model is loaded and run
-    if method != "couplings":
-        from ..explain.attributions import require_captum
+    require_matplotlib("explain")
 
-        require_captum(method)
-    from ..explain import explain, save_figure
+
+def _load(name: str, image: Path, device: str | None, **reading: Any) -> tuple[nn.Module, Tensor]:
+    """The model, and its input of an image."""
     from ..inference import load_model
     from ..preprocess import load_image, model_transform
 
@@ -208,30 +213,9 @@ def _draw_image(
     model = load_model(name, device=device)
     transform = model_transform(model, **reading)
     view, notes = transform.read(picture, image)
-    seen = transform.normalise(view)
-    for note in notes:
-        stderr().print(f"note: {escape(note)}", soft_wrap=True)
-    if what == "perturb":
-        from ..explain.reconstructions import offsets_to, perturb, save_perturbation
-
-        changed = perturb(model, seen, target, offsets_to(span), dims)
-        with file.drawn():
-            written = save_perturbation(changed, file.path, f"{Path(name).name}, {image.name}")
-        line = f"capsule of {changed.label}, {changed.images.shape[0]} dimensions"
-    else:
-        explanation = explain(model, seen, target, name=Path(name).name, method=method)
-        with file.drawn():
-            written = save_figure(explanation, file.path)
-        share = float(explanation.probabilities[explanation.predicted])
-        line = f"{explanation.labels[explanation.predicted]} (probability {share:.4f})"
-        if explanation.is_even:
-            stderr().print("note: the shares are even within 10%: nothing to see")
-        else:
-            stderr().print(f"note: {explanation.meaning}", soft_wrap=True)
-    stdout().print(
-        f"{escape(printable(str(image)))}: {escape(printable(line))}; written: {escape(str(written))}",
-        soft_wrap=True,
-    )
+    for remark in notes:
+        note(remark)
+    return model, transform.normalise(view)
 
 
 def _draw_data(
@@ -256,17 +240,12 @@ def _draw_data(
         for batch in target.batches(100):
             yield batch.images, batch.labels
 
+    draw: Any
+    save: Any
+    draw, save = (overlaps, save_overlaps) if what == "multi" else (answers, save_answers)
+    drawings = draw(target.net, batches(), count, count)
     with file.drawn():
-        if what == "multi":
-            pairs = overlaps(target.net, batches(), count, count)
-            right, written = sum(drawing.right for drawing in pairs), save_overlaps(pairs, file.path)
-            drawn = len(pairs)
-        else:
-            drawings = answers(target.net, batches(), count, count)
-            right, written = sum(drawing.right for drawing in drawings), save_answers(drawings, file.path)
-            drawn = len(drawings)
-    stdout().print(
-        f"{escape(target.images.spec.name)}: {right} correct, {drawn - right} wrong; "
-        f"written: {escape(str(written))}",
-        soft_wrap=True,
-    )
+        written = save(drawings, file.path)
+    right = sum(drawing.right for drawing in drawings)
+    wrong = len(drawings) - right
+    say(f"{target.images.spec.name}: {right} correct, {wrong} wrong; written: {written}")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
-from rich.table import Table
+from rich.text import Text
 
 from .._pretrained.catalogue import check_model_argument
 from .._utils.choices import EXPORT_FORMATS, names_onnx_file
@@ -25,11 +25,14 @@ from .common import (
     SizeOption,
     SkipBadOption,
     given,
+    note,
     parse_size,
     print_json,
+    print_table,
+    printable,
     refuse_unused,
+    say,
     stderr,
-    stdout,
 )
 
 if TYPE_CHECKING:
@@ -260,21 +263,18 @@ def _export(
         raise CapszooError(error.message, "--no-pretrained exports the untrained architecture") from None
 
     def opened(where: str | None, split: str, limit: int) -> RealImages | None:
-        return (
-            None
-            if where is None
-            else open_images(net, where, split, limit, options.uint8_input, data, skipped)
-        )
+        if where is None:
+            return None
+        return open_images(net, where, split, limit, options.uint8_input, data, skipped)
 
     options = replace(
         options,
         images=opened(images, "test", VERIFY_IMAGES),
         calibration=opened(calibrate, "train", CALIBRATION_IMAGES),
     )
-    console = stderr()
     for line in skipped or ():
-        console.print(f"note: left out: {escape(line)}", soft_wrap=True)
-    with console.status("exporting") as status:
+        note(f"left out: {line}")
+    with stderr().status("exporting") as status:
         options = replace(options, progress=lambda line: status.update(escape(line)))
         if isinstance(options, BundleOptions):
             manifest, report = bundle.export_bundle(net, out, options), None
@@ -286,8 +286,8 @@ def _export(
         _print_report(report)
     else:
         _print_manifest(out, manifest)
-    for note in manifest.get("notes", ()):
-        console.print(f"note: {escape(note)}", soft_wrap=True)
+    for line in manifest.get("notes", ()):
+        note(line)
 
 
 def check_bundle_folder(folder: str, as_json: bool, model: str | None = None) -> None:
@@ -319,55 +319,48 @@ def check_command(
 
 
 def _print_report(report: ExportReport) -> None:
-    out = stdout()
-    parity = Table(
-        "input", "batch", "max difference", "of the largest output", "top-1 equal", box=None, pad_edge=False
+    print_table(
+        ("input", "batch", "max difference", "of the largest output", "top-1 equal"),
+        (
+            (
+                one.probe,
+                str(one.batch),
+                f"{one.max_abs:.1e}",
+                f"{one.relative:.1e}",
+                "" if one.top1_agreement is None else f"{one.top1_agreement:.0%}",
+            )
+            for one in report.comparisons
+        ),
     )
-    for difference in report.comparisons:
-        parity.add_row(
-            difference.probe,
-            str(difference.batch),
-            f"{difference.max_abs:.1e}",
-            f"{difference.relative:.1e}",
-            "" if difference.top1_agreement is None else f"{difference.top1_agreement:.0%}",
-        )
-    out.print(parity)
-    out.print()
+    say()
     _print_gate([(step.name, step.passed, step.detail) for step in report.gate])
-    out.print()
-    iterations = (
-        "" if not report.routing_iters else f", {'/'.join(map(str, report.routing_iters))} routing iterations"
-    )
-    out.print(
-        f"{escape(report.path)}: {report.file_bytes:,} bytes, opset {report.opset}, {report.num_nodes} nodes, "
-        f"batch {_range(report.batch[0], report.batch[2])}{iterations}",
-        soft_wrap=True,
+    say()
+    counts = "/".join(map(str, report.routing_iters))
+    say(
+        f"{report.path}: {report.file_bytes:,} bytes, opset {report.opset}, {report.num_nodes} nodes, "
+        f"batch {_range(report.batch[0], report.batch[2])}{f', {counts} routing iterations' if counts else ''}"
     )
 
 
 def _print_gate(steps: Sequence[tuple[str, bool | None, str]]) -> None:
-    gate = Table("gate", "", "", box=None, pad_edge=False)
-    for name, passed, detail in steps:
-        if passed is not None:
-            gate.add_row(name, "[green]passed[/]" if passed else "[red]failed[/]", escape(detail))
-    stdout().print(gate)
+    states = {True: Text("passed", "green"), False: Text("failed", "red")}
+    run = ((name, states[passed], detail) for name, passed, detail in steps if passed is not None)
+    print_table(("gate", "", ""), run)
     left = [
         f"{name} ({detail.removeprefix('not run: ')})" for name, passed, detail in steps if passed is None
     ]
     if left:
-        stdout().print(f"[yellow]not run:[/] {escape('; '.join(left))}", soft_wrap=True)
+        say(Text.assemble(("not run:", "yellow"), f" {printable('; '.join(left))}"))
 
 
 def _print_manifest(folder: Path, manifest: dict[str, Any]) -> None:
     _print_gate([(step["name"], step["passed"], step["detail"]) for step in manifest["gates"]])
-    out = stdout()
-    out.print()
+    say()
     files = ", ".join(sorted({name.partition("/")[0] for name in [*manifest["files"], "manifest.json"]}))
     batch = manifest["batch"]
-    out.print(
-        f"{escape(str(folder))}: {manifest['precision']['model']}, opset {manifest['opset']}, "
-        f"batch {_range(batch['min'], batch['max'])}; {files}",
-        soft_wrap=True,
+    say(
+        f"{folder}: {manifest['precision']['model']}, opset {manifest['opset']}, "
+        f"batch {_range(batch['min'], batch['max'])}; {files}"
     )
 
 

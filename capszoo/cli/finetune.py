@@ -29,8 +29,6 @@ from .training import (
     use_cpu,
 )
 
-__all__ = ["finetune_command"]
-
 
 def finetune_command(
     context: typer.Context,

@@ -19,9 +19,6 @@ from ..errors import CapszooError, UsageError
 from .common import print_error, stderr
 from .examples import EXAMPLES
 
-__all__ = ["Command", "OneLineErrors"]
-
-
 _LEVELS = {
     "--quiet": Verbosity.QUIET,
     "-q": Verbosity.QUIET,

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.markup import escape
-from rich.table import Table
 
 from .._pretrained.catalogue import check_model_argument, exported_file
-from .._utils.files import check_writable, write_csv
+from .._utils.files import begins_with, check_writable, write_csv
 from ..errors import CapszooError, UsageError, require, unknown_name
+from ..scores import TABLE_COLUMNS
 from .common import (
     BackgroundOption,
     BatchSizeOption,
@@ -28,14 +27,15 @@ from .common import (
     SizeOption,
     check_paths,
     given,
+    note,
     parse_size,
     print_error,
     print_json,
-    printable,
+    print_table,
     progress_bar,
     refuse_unused,
+    say,
     stderr,
-    stdout,
 )
 
 if TYPE_CHECKING:
@@ -124,13 +124,7 @@ def predict_command(
     options: dict[str, Any] = given(img_size=parse_size(img_size), routing_iters=routing_iters)
     reading: dict[str, Any] = {"background": background, "invert": invert, "fit": fit}
     if ray is not None and out is not None:
-        job = {
-            "topk": topk,
-            "batch_size": batch_size,
-            "device": device,
-            "options": options,
-            "reading": reading,
-        }
+        job = dict(topk=topk, batch_size=batch_size, device=device, options=options, reading=reading)
         return _by_ray(model, files, out, ray, workers, shard_size, job)
     if out is not None:
         _check_table(out)
@@ -146,9 +140,9 @@ def predict_command(
     elif out is None:
         _print_table(results, kind)
     if out is not None:
-        write_csv(out, _COLUMNS, _rows(results))
+        write_csv(out, TABLE_COLUMNS, map(_short, (row for one in results for row in one.table_rows())))
         if not as_json:
-            stdout().print(escape(f"written: {out}, {len(results)} images"), soft_wrap=True)
+            say(f"written: {out}, {len(results)} images")
     _print_resizing(results, frame, fit)
     _print_notes(results)
     _print_errors(results)
@@ -174,15 +168,13 @@ def _check_out(out: Path | None, ray: str | None, as_json: bool, runtime: str) -
 def _check_table(out: Path) -> None:
     """Refuse a table that cannot be written or would replace another file, such as the labels of the images."""
     check_writable(out)
-    if not out.is_file():
-        return
-    try:
-        with open(out, "rb") as file:
-            header = file.readline(1000)
-    except OSError:
-        raise CapszooError(f"{out} exists and cannot be read", "choose another --out") from None
-    if header and header.strip() != ",".join(_COLUMNS).encode():
+    if out.is_file() and out.stat().st_size and not begins_with(out, ",".join(TABLE_COLUMNS).encode()):
         raise CapszooError(f"{out} exists and is no table of predictions", "choose another --out")
+
+
+def _short(row: Iterable[Any]) -> list[Any]:
+    """A row with numbers of six digits."""
+    return [f"{value:.6g}" if isinstance(value, float) else value for value in row]
 
 
 def _by_ray(
@@ -210,9 +202,7 @@ def _by_ray(
     with progress_bar("predicting", len(names)) as advance:
         done = predict_by_ray(job, names, address, workers=workers, shard_size=shard_size, advance=advance)
     kept = f", {done.kept} of them from an earlier call" if done.kept else ""
-    stdout().print(
-        escape(f"written: {out}, {done.images} images in {done.shards} files{kept}"), soft_wrap=True
-    )
+    say(f"written: {out}, {done.images} images in {done.shards} files{kept}")
     if done.errors:
         print_error(f"{done.errors} of {done.images} images could not be read: see the column error of {out}")
         raise typer.Exit(1)
@@ -311,36 +301,14 @@ def _by_onnx(folder: Path, files: list[Path], topk: int, batch_size: int, readin
     return results, model.score_kind, _Frame((size[0], size[1]), canvas, *how)
 
 
-_COLUMNS = ("image", "rank", "index", "class", "probability", "score", "error")
-
-
-def _rows(results: Sequence[ImagePrediction]) -> Iterator[tuple[Any, ...]]:
-    """Rows of the table of ``--out``; an image that could not be read has one, with its error."""
-    for result in results:
-        for rank, scored in enumerate(result.top, start=1):
-            yield (
-                result.image,
-                rank,
-                scored.index,
-                scored.label,
-                f"{scored.probability:.6g}",
-                f"{scored.score:.6g}",
-                None,
-            )
-        if result.error:
-            yield result.image, None, None, None, None, None, result.error
-
-
 def _print_table(results: Sequence[ImagePrediction], kind: str) -> None:
-    table = Table("image", "class", "probability", f"score ({kind})", box=None, pad_edge=False)
-    for result in results:
-        for rank, scored in enumerate(result.top):
-            shown = f"{scored.probability:.4f}", f"{scored.score:.4f}"
-            table.add_row(
-                escape(printable(result.image)) if rank == 0 else "", escape(printable(scored.label)), *shown
-            )
-    if table.row_count:
-        stdout().print(table)
+    rows = [
+        (result.image if rank == 0 else "", one.label, f"{one.probability:.4f}", f"{one.score:.4f}")
+        for result in results
+        for rank, one in enumerate(result.top)
+    ]
+    if rows:
+        print_table(("image", "class", "probability", f"score ({kind})"), rows)
 
 
 def _print_resizing(results: Sequence[ImagePrediction], frame: _Frame, fit: bool) -> None:
@@ -351,7 +319,7 @@ def _print_resizing(results: Sequence[ImagePrediction], frame: _Frame, fit: bool
         one for one in results if not one.error and one.size not in ((width, height), frame.canvas[::-1])
     ]
     if fit:
-        stderr().print(f"note: drawings centred and scaled to {height}x{width}")
+        note(f"drawings centred and scaled to {height}x{width}")
     elif others:
         lost = [cropped_share(one.size, frame.size, frame.crop_pct, frame.crop_mode) for one in others]
         much = sum(share > MUCH_CROPPED for share in lost)
@@ -362,18 +330,18 @@ def _print_resizing(results: Sequence[ImagePrediction], frame: _Frame, fit: bool
         losing = (
             f"; {much} lose more than a third of their area (finetune --crop-mode keeps it)" if much else ""
         )
-        stderr().print(f"note: {of}{losing}", soft_wrap=True)
+        note(f"{of}{losing}")
 
 
 def _print_notes(results: Sequence[ImagePrediction]) -> None:
     """Print each note once, with the first image that it applies to and the number of others."""
     about: dict[str, list[str]] = {}
     for result in results:
-        for note in result.notes:
-            about.setdefault(note, []).append(result.image)
-    for note, images in about.items():
+        for remark in result.notes:
+            about.setdefault(remark, []).append(result.image)
+    for remark, images in about.items():
         others = f" and {len(images) - 1} more" if len(images) > 1 else ""
-        stderr().print(f"note: {escape(printable(images[0]))}{others}: {escape(note)}", soft_wrap=True)
+        note(f"{images[0]}{others}: {remark}")
 
 
 def _print_errors(results: Sequence[ImagePrediction]) -> None:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.markup import escape
-from rich.table import Table
 
 from ..errors import UsageError, require
-from .common import JsonOption, print_json, stderr, stdout
-
-__all__ = ["publish_command"]
+from .common import JsonOption, note, print_json, print_table, say
 
 
 def publish_command(
@@ -75,23 +72,22 @@ def publish_command(
     if as_json:
         print_json(results)
         return
-    table = Table("file", "bytes", "sha256", box=None, pad_edge=False)
-    console = stdout()
-    for result in results:
-        for file in result["files"]:
-            table.add_row(f"{result['repo_id']}/{file['name']}", f"{file['bytes']:,}", file["sha256"][:12])
-    console.print(table)
+    rows = (
+        (f"{result['repo_id']}/{file['name']}", f"{file['bytes']:,}", file["sha256"][:12])
+        for result in results
+        for file in result["files"]
+    )
+    print_table(("file", "bytes", "sha256"), rows)
     for result in results:
         if dry_run:
             message = f"{result['repo_id']}: checked; nothing was sent"
         else:
             state = "published" if result["changed"] else "nothing had changed"
             message = f"{result['url']}: {state}, commit {result['commit'][:12]}"
-        console.print(escape(message), soft_wrap=True)
+        say(message)
 
 
-def _say(line: str) -> None:
-    stderr().print(escape(line), soft_wrap=True)
+_say = partial(note, label="")
 
 
 def _publish_space(
@@ -129,4 +125,4 @@ def _publish_space(
         return
     message = f"{result['url']}: published" if result["url"] else f"{repo_id}: written; nothing was sent"
     kept = f"; kept in {out}" if out else ""
-    stdout().print(escape(f"{message}, {len(files)} files{kept}"), soft_wrap=True)
+    say(f"{message}, {len(files)} files{kept}")

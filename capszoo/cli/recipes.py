@@ -6,17 +6,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.markup import escape
-from rich.table import Column, Table
+from rich.table import Column
 
 from .._utils.files import write_atomically
 from ..errors import CapszooError, UsageError, require
-from .common import JsonOption, print_json, stdout
+from .common import JsonOption, print_json, print_table, say
 from .group import Command
 from .train import resolved_yaml
 from .training import ProfileOption, RecipeArgument, SetOption, check_recipe_argument, recipe_names
-
-__all__ = ["recipes_app"]
 
 recipes_app = typer.Typer(help="List, show, copy and validate recipes.", no_args_is_help=True)
 
@@ -54,10 +51,10 @@ def list_recipes_command(
         return
     if not rows:
         raise CapszooError(f"no recipe matching '{filter}'", "`capszoo recipes list` shows every recipe")
-    table = Table(Column("recipe", no_wrap=True), "data set", "epochs", "profiles", box=None, pad_edge=False)
-    for row in rows:
-        table.add_row(row["name"], row["dataset"], str(row["epochs"]), ", ".join(row["profiles"]))
-    stdout().print(table)
+    print_table(
+        (Column("recipe", no_wrap=True), "data set", "epochs", "profiles"),
+        ((row["name"], row["dataset"], str(row["epochs"]), ", ".join(row["profiles"])) for row in rows),
+    )
 
 
 def show_command(recipe: RecipeArgument, profile: ProfileOption = None, overrides: SetOption = None) -> None:
@@ -95,15 +92,9 @@ def copy_command(
         raise UsageError(f"{target} is no .yaml file", f"name it {target}.yaml")
     if target.exists():
         raise CapszooError(f"{target} exists already", "name another file")
-    text = recipe_text(source)
-    write_atomically(target, text)
-    stdout().print(
-        escape(
-            f"written: {target}\nedit it, with a new tag so that its run has its own folder; "
-            f"then: capszoo train {target}"
-        ),
-        soft_wrap=True,
-    )
+    write_atomically(target, recipe_text(source))
+    say(f"written: {target}")
+    say(f"edit it, with a new tag so that its run has its own folder; then: capszoo train {target}")
 
 
 def validate_command(
@@ -120,12 +111,9 @@ def validate_command(
     loaded = load_recipe(recipe, overrides, profile)
     profiles = list_profiles(recipe)
     more = f"; profiles: {', '.join(profiles)}" if profiles else ""
-    stdout().print(
-        escape(
-            f"{recipe}: keys and values are valid; {loaded.arch} on {loaded.data.name}, {loaded.epochs} epochs, "
-            f"batch {loaded.batch_size}{more}"
-        ),
-        soft_wrap=True,
+    say(
+        f"{recipe}: keys and values are valid; {loaded.arch} on {loaded.data.name}, {loaded.epochs} epochs, "
+        f"batch {loaded.batch_size}{more}"
     )
 
 

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.markup import escape
 
 from ..errors import UsageError
-from .common import DataFolderOption, refuse_unused, stderr, stdout
+from .common import DataFolderOption, note, refuse_unused, say
 from .training import (
     AcceptDataOption,
     BatchOption,
@@ -28,9 +27,6 @@ from .training import (
     settings,
     use_cpu,
 )
-
-__all__ = ["resolved_yaml", "train_command"]
-
 
 _several = partial(typer.Option, rich_help_panel="Several runs")
 
@@ -98,8 +94,7 @@ def train_command(
     for recipe in recipes:
         check_recipe_argument(recipe)
     check_training()
-    kinds = (("--seeds", seeds is not None), ("--together", together))
-    _check_kind_of_run(context, [kind for kind, chosen in kinds if chosen])
+    _check_kind_of_run(context, seeds, together)
     overrides = settings(overrides, epochs=epochs, lr=lr, batch_size=batch_size, seed=seed)
     cpu = use_cpu(device)
     if not recipes:
@@ -127,27 +122,16 @@ def train_command(
     print_run(train(recipes[0], overrides, **arguments, accept_data=accept_data, log_with=log_with or ()))
 
 
-#: Options of ``capszoo train`` that some kinds of runs do not use, and the kinds that do ("": a single run).
-_USED_BY = {
-    "profile": ("", "--seeds", "--together"),
-    "threads": ("",),
-    "accept_data": ("",),
-    "log_with": ("",),
-    "parallel": ("--seeds",),
-}
-
-
-def _check_kind_of_run(context: typer.Context, kinds: list[str]) -> None:
+def _check_kind_of_run(context: typer.Context, seeds: str | None, together: bool) -> None:
     """Raise ``UsageError`` for two kinds of runs at once, or an option that this kind would ignore."""
-    if len(kinds) > 1:
-        raise UsageError(f"{kinds[0]} and {kinds[1]} exclude each other", "give one of them")
-    kind = kinds[0] if kinds else ""
-    for option, users in _USED_BY.items():
-        if kind in users:
-            continue
-        if kind:
-            refuse_unused(context, [option], f"with {kind}", "leave it out")
-        refuse_unused(context, [option], "on a single run", f"it belongs to {' and '.join(users)}")
+    if seeds is not None and together:
+        raise UsageError("--seeds and --together exclude each other", "give one of them")
+    if seeds is None:
+        on = "with --together" if together else "on a single run"
+        refuse_unused(context, ["parallel"], on, "it belongs to --seeds")
+    if seeds is not None or together:
+        of_one = ["threads", "accept_data", "log_with"]
+        refuse_unused(context, of_one, f"with {'--together' if together else '--seeds'}", "leave it out")
 
 
 def resolved_yaml(recipe: Any) -> str:
@@ -172,7 +156,7 @@ def _dry_run(
         try:
             plan = estimate(recipe, cpu, threads)
         except DataError as error:
-            stderr().print(escape(f"note: no estimate: {error}"), soft_wrap=True)
+            note(f"no estimate: {error}")
             continue
         pace = recipe.batch_size / plan.seconds_per_update
         line = (
@@ -186,9 +170,7 @@ def _dry_run(
         unlike = ["without torch.compile"] if recipe.compile else []
         unlike += ["all epochs at the full image size"] if recipe.stages else []
         how = f"; timed {' and '.join(unlike)}" if unlike else ""
-        stderr().print(
-            escape(f"estimate: {line}{how}; evaluation and augmentation come on top"), soft_wrap=True
-        )
+        note(f"{line}{how}; evaluation and augmentation come on top", "estimate: ")
 
 
 def _train_seeds(
@@ -213,15 +195,9 @@ def _train_seeds(
     for split in ("test", "validation"):
         if split in summary:
             accuracy = summary[split]
-            each = ", ".join(f"{value:.2f}" for value in accuracy["values"])
-            many = "sd" in accuracy
-            spread = f" ± {accuracy['sd']:.2f}" if many else ""
-            of = (
-                f"mean ± standard deviation of {len(accuracy['values'])} seeds ({each})"
-                if many
-                else "one seed"
-            )
-            stdout().print(
-                f"{split}: {accuracy['mean']:.2f}{spread} % on {accuracy['n']:,} images, {of}",
-                soft_wrap=True,
-            )
+            spread, of = "", "one seed"
+            if "sd" in accuracy:
+                each = ", ".join(f"{value:.2f}" for value in accuracy["values"])
+                spread = f" ± {accuracy['sd']:.2f}"
+                of = f"mean ± standard deviation of {len(accuracy['values'])} seeds ({each})"
+            say(f"{split}: {accuracy['mean']:.2f}{spread} % on {accuracy['n']:,} images, {of}")

@@ -8,33 +8,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.markup import escape
 
 from .._utils.choices import TRACKERS
 from .._utils.devices import check_device
 from ..errors import UsageError, require, unknown_name
-from .common import stdout
-
-__all__ = [
-    "AcceptDataOption",
-    "BatchOption",
-    "EpochsOption",
-    "LogWithOption",
-    "ProfileOption",
-    "RateOption",
-    "RecipeArgument",
-    "SeedOption",
-    "SetOption",
-    "TrainingDeviceOption",
-    "check_recipe_argument",
-    "check_training",
-    "complete_recipe",
-    "print_run",
-    "recipe_names",
-    "setting",
-    "settings",
-    "use_cpu",
-]
+from .common import say
 
 
 def recipe_names() -> list[str]:
@@ -207,14 +185,10 @@ def check_training() -> None:
 
 def print_run(result: dict[str, Any]) -> None:
     """Print the files that fine-tuning writes besides the weights; the run's log has printed weights and accuracy."""
-    console = stdout()
     if "folds" in result:
         for name, score in (("top-1", result["top1"]), ("mean recall", result["recall"])):
             each = ", ".join(f"{value:.2f}" for value in score["values"])
-            console.print(
-                f"{result['folds']} folds: {name} {score['mean']:.2f} ± {score['sd']:.2f}% ({each})",
-                soft_wrap=True,
-            )
+            say(f"{result['folds']} folds: {name} {score['mean']:.2f} ± {score['sd']:.2f}% ({each})")
     for file in ("labels", "folds_file", "confusion", "card"):
         if file in result:
-            console.print(f"{file.partition('_')[0]}: {escape(str(result[file]))}", soft_wrap=True)
+            say(f"{file.partition('_')[0]}: {result[file]}")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Annotated, Any
 
 import typer
-from rich.markup import escape
-from rich.table import Column, Table
+from rich.table import Column
+from rich.text import Text
 
 from .._pretrained.catalogue import (
     architectures,
@@ -27,9 +28,11 @@ from .common import (
     describe_model,
     given,
     parse_size,
+    print_facts,
     print_json,
+    print_table,
     refuse_unused,
-    stdout,
+    say,
 )
 
 
@@ -54,56 +57,41 @@ def list_command(
         kind = "checkpoint" if pretrained else "model"
         matching = f" matching '{filter}'" if filter else ""
         raise CapszooError(f"no {kind}{matching}", "`capszoo list` shows every model")
-    stdout().print(_checkpoint_table(rows) if pretrained else _model_table(rows))
+    (_print_checkpoints if pretrained else _print_models)(rows)
 
 
-def _model_table(rows: list[dict[str, Any]]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    table.add_column("model", no_wrap=True)
-    table.add_column("parameters", justify="right", no_wrap=True)
-    table.add_column("input", no_wrap=True)
-    for title in ("weights, the default first (test top-1 %)", "what it is", "paper"):
-        table.add_column(title)
-    for row in rows:
-        weights = (
-            f"{entry['name'].partition('.')[2]} {_accuracy(entry)}".rstrip() for entry in row["weights"]
-        )
-        table.add_row(
-            row["name"],
-            f"{row['parameters']:,}",
+_whole = partial(Column, no_wrap=True)
+
+
+def _print_models(rows: list[dict[str, Any]]) -> None:
+    def cells(row: dict[str, Any]) -> Iterable[str]:
+        weights = (f"{one['name'].partition('.')[2]} {_accuracy(one)}".rstrip() for one in row["weights"])
+        yield from (row["name"], f"{row['parameters']:,}", _size(row["input_size"]))
+        yield from (", ".join(weights), row["description"], ", ".join(map(paper_label, row["paper_ids"])))
+
+    columns = (_whole("model"), _whole("parameters", justify="right"), _whole("input"))
+    texts = ("weights, the default first (test top-1 %)", "what it is", "paper")
+    print_table((*columns, *texts), map(cells, rows))
+
+
+def _print_checkpoints(rows: list[dict[str, Any]]) -> None:
+    def cells(row: dict[str, Any]) -> Iterable[str]:
+        yield from (row["name"], row["dataset"] or "", _accuracy(row))
+        yield "" if row["parameters"] is None else f"{row['parameters']:,}"
+        yield from (
             _size(row["input_size"]),
-            escape(", ".join(weights)),
-            escape(row["description"]),
-            ", ".join(map(paper_label, row["paper_ids"])),
+            row["description"] + ("" if row["installed"] else " (not installed)"),
         )
-    return table
 
-
-def _checkpoint_table(rows: list[dict[str, Any]]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    table.add_column("weights", no_wrap=True)
-    table.add_column("data set", no_wrap=True)
-    table.add_column("top-1 %", justify="right", no_wrap=True)
-    table.add_column("parameters", justify="right", no_wrap=True)
-    table.add_column("input", no_wrap=True)
-    table.add_column("what it is")
-    for row in rows:
-        count = row["parameters"]
-        table.add_row(
-            row["name"],
-            escape(row["dataset"] or ""),
-            _accuracy(row),
-            "" if count is None else f"{count:,}",
-            _size(row["input_size"]),
-            escape(row["description"]) + ("" if row["installed"] else " (not installed)"),
-        )
-    return table
+    numbers = (_whole("top-1 %", justify="right"), _whole("parameters", justify="right"), _whole("input"))
+    print_table((_whole("weights"), _whole("data set"), *numbers, "what it is"), map(cells, rows))
 
 
 def _accuracy(row: dict[str, Any]) -> str:
-    """The test accuracy of a checkpoint's row; with several labels per image, that of the exact set."""
+    """The test accuracy of a checkpoint's row, else that of validation; with several labels, of the exact set."""
     if row["top1"] is None:
-        return ""
+        held_out = row.get("metrics", {}).get("validation", {}).get("top1")
+        return "" if held_out is None else f"{held_out:.2f} (validation)"
     several = row["score_kind"].startswith("label_")
     return f"{row['top1']:.2f}" + (" (exact set)" if several else "")
 
@@ -145,78 +133,64 @@ def info_command(
         return
     _print_facts(about)
     if about["paper_figures"]:
-        papers = Table("papers report", "metric", "%", "setting", "source", box=None, pad_edge=False)
-        for figure in about["paper_figures"]:
-            value = f"{figure['value']:g}"
-            papers.add_row(figure["dataset"], figure["metric"], value, figure["note"], figure["source"])
-        stdout().print()
-        stdout().print(papers)
-    stdout().print()
+        say()
+        figures = (one | {"value": f"{one['value']:g}"} for one in about["paper_figures"])
+        keys = ("dataset", "metric", "value", "note", "source")
+        columns = ("papers report", "metric", "%", "setting", "source")
+        print_table(columns, ([one[key] for key in keys] for one in figures))
+    say()
     if about["weights"]:
-        stdout().print(_weights_table(about["weights"]))
+        _print_weights(about["weights"])
         if "command" in about:  # of a checkpoint: an architecture may have several
-            stdout().print(f"\ntrained by: {escape(about['command'])}", soft_wrap=True)
+            say()
+            say(f"trained by: {about['command']}")
             for line in about["protocol"]:
-                stdout().print(escape(f"- {line.replace('`', '')}"), soft_wrap=True)
+                say(f"- {line.replace('`', '')}")
     elif model in architectures():
-        stdout().print(": ".join(without_weights(model)))
+        say(": ".join(without_weights(model)))
 
 
 def _print_facts(about: dict[str, Any]) -> None:
-    facts = Table.grid(padding=(0, 2))
-    facts.add_row("model", escape(f"{about['name']}: {plain(about['description'])}"))
-    facts.add_row("parameters", f"{about['parameters']:,}")
-    facts.add_row("multiply-adds", f"{about['multiply_adds']:,} per image (convolutions and matrix products)")
-    facts.add_row("input", f"{_size(about['input_size'])} (channels, height, width)")
-    facts.add_row("classes", str(about["num_classes"]))
+    facts = {
+        "model": f"{about['name']}: {plain(about['description'])}",
+        "parameters": f"{about['parameters']:,}",
+        "multiply-adds": f"{about['multiply_adds']:,} per image (convolutions and matrix products)",
+        "input": f"{_size(about['input_size'])} (channels, height, width)",
+        "classes": str(about["num_classes"]),
+    }
     if about["routing_iters"]:
-        facts.add_row("routing", f"{'/'.join(map(str, about['routing_iters']))} iterations")
+        facts["routing"] = f"{'/'.join(map(str, about['routing_iters']))} iterations"
     if about["license"]:
-        facts.add_row("licence", escape(about["license"]))
+        facts["licence"] = about["license"]
     if about["paper_ids"]:
-        facts.add_row("paper", escape(", ".join(map(paper_address, about["paper_ids"]))))
-    stdout().print(facts)
+        facts["paper"] = ", ".join(map(paper_address, about["paper_ids"]))
+    print_facts(facts.items())
 
 
-def _weights_table(entries: list[dict[str, Any]]) -> Table:
-    weights = Table(
-        Column("weights", no_wrap=True),
-        "data set",
-        "top-1 %",
-        "input",
-        "scores",
-        "licence",
-        "sha256",
-        box=None,
-        pad_edge=False,
-    )
-    for entry in entries:
+def _print_weights(entries: list[dict[str, Any]]) -> None:
+    def cells(entry: dict[str, Any]) -> Iterable[str]:
         stored = "" if entry["stored_as"] == entry["name"] else f" = {entry['stored_as']}"
-        weights.add_row(
-            entry["name"] + stored + (" (default)" if entry["default"] and len(entries) > 1 else ""),
-            escape(entry["dataset"] or ""),
-            "" if entry["top1"] is None else f"{entry['top1']:.2f}",
-            _size(entry["input_size"]),
-            entry["score_kind"],
-            escape(entry["license"]),
-            entry["sha256"][:12],
-        )
-    return weights
+        yield entry["name"] + stored + (" (default)" if entry["default"] and len(entries) > 1 else "")
+        yield from (entry["dataset"] or "", _accuracy(entry), _size(entry["input_size"]))
+        yield from (entry["score_kind"], entry["license"], entry["sha256"][:12])
+
+    columns = ("data set", "top-1 %", "input", "scores", "licence", "sha256")
+    print_table((_whole("weights"), *columns), map(cells, entries))
 
 
 def _print_engines(model: str, batch: int, training: bool, as_json: bool, options: dict[str, Any]) -> None:
     from ..summary import engine_rows
 
+    sizes = ("routings", "children", "parents")
+
+    def cells(row: dict[str, Any]) -> Iterable[str | Text]:
+        yield from (row["layer"], row["engine"], *(f"{row[size]:,}" for size in sizes))
+        yield Text("\n".join(f"{name}: {reason}" for name, reason in row["refused"].items()))
+
     rows = engine_rows(model, batch, training, **options)
     if as_json:
         print_json(rows)
-        return
-    if not rows:
-        stdout().print("no routing layer with engines")
-        return
-    table = Table("layer", "engine", "routings", "children", "parents", "refused", box=None, pad_edge=False)
-    for row in rows:
-        reasons = "\n".join(f"{name}: {reason}" for name, reason in row["refused"].items())
-        sizes = [f"{row[size]:,}" for size in ("routings", "children", "parents")]
-        table.add_row(row["layer"], row["engine"], *sizes, escape(reasons))
-    stdout().print(table)
+    elif not rows:
+        say("no routing layer with engines")
+    else:
+        print_table(("layer", "engine", *sizes, "refused"), map(cells, rows))

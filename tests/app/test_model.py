@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import base64
-import io
 import json
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -23,26 +20,19 @@ import capszoo
 from capszoo.app import page
 from capszoo.app.model import Answer, AppModel, read_drawing, read_upload
 from capszoo.app.page import Models, _exported
-from capszoo.app.pictures import couplings_picture, overlay_picture
+from capszoo.app.pictures import couplings_picture, data_url, overlay_picture
 from capszoo.app.space import REQUIREMENTS, write_space
-from capszoo.errors import CapszooError, UsageError, WeightsError
+from capszoo.errors import CapszooError, UsageError
 from tests.support.errors import refuses
 
 ASSETS = Path(capszoo.__file__).parent / "assets"
 
 
-def _url(image: Image.Image) -> str:
-    file = io.BytesIO()
-    image.save(file, "png")
-    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
-
-
 def test_a_drawing_is_read_and_an_empty_one_is_none() -> None:
     drawn = Image.new("RGBA", (28, 28), (0, 0, 0, 255))
-    assert read_drawing(_url(drawn)) is None
-    assert read_drawing("") is None
+    assert read_drawing(data_url(drawn)) is None and read_drawing("") is None
     drawn.putpixel((3, 4), (255, 255, 255, 255))
-    found = read_drawing(_url(drawn))
+    found = read_drawing(data_url(drawn))
     assert found is not None and found.mode == "L" and found.getpixel((3, 4)) == 255
 
 
@@ -53,7 +43,7 @@ def test_a_drawing_is_read_and_an_empty_one_is_none() -> None:
         "data:image/png;base64,@@@",
         "data:image/png;base64,AAAA",
         "data:image/png;base64," + "A" * 2**21,
-        _url(Image.new("L", (2000, 2000))),
+        data_url(Image.new("L", (2000, 2000))),
     ],
     ids=["address", "no base64", "no image", "long", "large"],
 )
@@ -104,17 +94,13 @@ def test_a_space_holds_its_package_and_the_chosen_weights_alone(root: Path, tmp_
     # the weights of the second are in another folder than its metadata
     names = ["resnet20_routingcaps", "resnet20_dynamic.cifar10"]
     files = {f.as_posix() for f in write_space(names, tmp_path / "space")}
-    assert {
-        "app.py",
-        "README.md",
-        "requirements.txt",
-        "capszoo/export/to_onnx.py",
-        "capszoo/app/draw.js",
-    } <= files
-    weights = {name for name in files if name.startswith("capszoo/weights/")}
+    assert {"app.py", "README.md", "requirements.txt"} <= files
+    assert {"capszoo/export/to_onnx.py", "capszoo/app/draw.js"} <= files
     stems = ("resnet20_routingcaps.mnist", "resnet20_dynamic.cifar10")
-    suffixes = ("safetensors", "json", "golden.npz")
-    assert weights == {f"capszoo/weights/{stem}.{suffix}" for stem in stems for suffix in suffixes}
+    weights = {
+        f"capszoo/weights/{stem}.{kind}" for stem in stems for kind in ("safetensors", "json", "golden.npz")
+    }
+    assert weights == {name for name in files if name.startswith("capszoo/weights/")}
     assert not any("__pycache__" in name or name.startswith("capszoo/recipes") for name in files)
     readme = (tmp_path / "space" / "README.md").read_text(encoding="utf-8")
     assert readme.startswith("---\n") and "sdk: gradio\n" in readme and "app_file: app.py\n" in readme
@@ -132,13 +118,6 @@ def test_a_space_installs_what_the_project_needs(root: Path) -> None:
     extras = project["optional-dependencies"]
     app = [one for one in extras["app"] if not one.startswith("capszoo[")]
     assert set(REQUIREMENTS) == {*project["dependencies"], *extras["explain"], *extras["export"], *app}
-
-
-def test_the_commands_are_listed(root: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "capszoo", "--help"], cwd=root, capture_output=True, text=True, timeout=60
-    )
-    assert " app " in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -194,12 +173,10 @@ def test_a_dropped_image_that_is_dark_on_bright_is_read_inverted(model: AppModel
 def test_the_file_has_the_shares_of_both_numbers_of_iterations(model: AppModel, tmp_path: Path) -> None:
     answer = model.answer(Image.open(ASSETS / "digit_3.png"))
     with zipfile.ZipFile(_exported([(model, answer, (), 1)], tmp_path)) as archive:
-        found = json.loads(archive.read("capsnet_dynamic.mnist/answer.json"))
-        first, settled = (
-            archive.read(f"capsnet_dynamic.mnist/{name}.png")
-            for name in ("overlay", "overlay-after-iterations")
-        )
-    assert found["after_iterations"]["routing_iterations"] == 1 and first != settled
+        files = {Path(name).name: archive.read(name) for name in archive.namelist()}
+    found = json.loads(files["answer.json"])
+    assert found["after_iterations"]["routing_iterations"] == 1
+    assert files["overlay.png"] != files["overlay-after-iterations.png"]
     assert found["share_relative_to_even"] != found["after_iterations"]["share_relative_to_even"]
 
 
@@ -214,15 +191,6 @@ def test_classes_of_one_name_are_told_apart() -> None:
         labels=("crane", "cat", "crane"), scores=probabilities, probabilities=probabilities
     )
     assert Answer.top(cast(Any, answer)) == {"crane (0)": 0.6, "cat": 0.3, "crane (2)": 0.1}
-
-
-def test_damaged_weights_are_a_message_on_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def damaged(*_: object) -> AppModel:
-        raise WeightsError("model.safetensors is damaged: download it again")
-
-    monkeypatch.setattr(page, "AppModel", damaged)
-    with refuses(CapszooError, names=["damaged", "download"]):
-        Models(tmp_path).get("me/pets")
 
 
 def test_a_model_that_is_loaded_does_not_wait_for_another(

@@ -193,10 +193,8 @@ def test_a_space_starts_from_its_own_folder(tmp_path: Path) -> None:
         "import runpy; runpy.run_path('app.py')"
     )
     env = {"PYTHONPATH": "", "HF_HUB_OFFLINE": "1"}
-    with (
-        served([sys.executable, "-c", code], port, space, env, tmp_path / "log") as url,
-        chromium_page() as (page, foreign),
-    ):
+    command = [sys.executable, "-c", code]
+    with served(command, port, space, env, tmp_path / "log") as url, chromium_page() as (page, foreign):
         page.goto(url)
         page.wait_for_selector("#sketch canvas")
         page.wait_for_timeout(1000)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import io
 import json
 import logging
@@ -17,6 +18,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -43,6 +45,11 @@ from tests.support.errors import refuses
 MODEL = "resnet20_routingcaps.mnist"
 DIGITS = Path(capszoo.__file__).parent / "assets"
 
+needs_fastapi = pytest.mark.skipif(
+    importlib.util.find_spec("fastapi") is None,
+    reason="needs fastapi: make test-site runs this in the site's environment",
+)
+
 
 def test_metrics_count_and_add_up() -> None:
     metrics = Metrics()
@@ -64,7 +71,6 @@ def _drive(
 
     ``then``: the events of a second request.
     """
-    pytest.importorskip("fastapi", reason="needs fastapi: make test-site runs this in the site's environment")
     served_app = create_app(cast(Any, None), queue)
     about = {"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "query_string": b""}
 
@@ -93,48 +99,45 @@ def _drive(
     return sent, b"".join(message.get("body", b"") for message in text).decode()
 
 
-def test_a_client_that_leaves_is_no_failure_of_the_server() -> None:
-    body = {"type": "http.request", "body": b"half an image", "more_body": True}
-    _, metrics = _drive([], [body, {"type": "http.disconnect"}])
-    assert 'status="499"} 1' in metrics and 'status="500"' not in metrics
-
-
-def test_a_form_is_refused_with_the_way_to_send_an_image() -> None:
-    sent, metrics = _drive([(b"content-type", b"multipart/form-data; boundary=B")], [])
-    assert sent[0]["status"] == 415 and b"--data-binary" in sent[1]["body"] and 'status="415"} 1' in metrics
-
-
+@needs_fastapi
 def test_a_client_that_stops_sending_gives_its_place_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("fastapi", reason="needs fastapi: make test-site runs this in the site's environment")
     monkeypatch.setattr("capszoo.app.server.BODY_SECONDS", 0.05)
-    stuck = [{"type": "http.request", "body": b"half an image", "more_body": True}]
-    sent, metrics = _drive([], stuck, queue=1, then=[{"type": "http.request", "body": b"no image"}])
+    sent, metrics = _drive([], [_body(b"half an image", True)], queue=1, then=[_body(b"no image")])
     assert sent[0]["status"] == 408 and b"within 0.05 s" in sent[1]["body"] and 'status="408"} 1' in metrics
     assert 'status="422"} 1' in metrics and 'status="503"' not in metrics, "its place is free again"
 
 
-def test_a_body_without_a_length_is_read_up_to_the_limit() -> None:
-    part = {"type": "http.request", "body": bytes(1_000_000), "more_body": True}
-    sent, metrics = _drive([], [part] * (MAX_FILE_MB + 2))
-    assert sent[0]["status"] == 413 and b"larger than" in sent[1]["body"] and 'status="413"} 1' in metrics
+def _body(data: bytes, more: bool = False) -> dict[str, Any]:
+    return {"type": "http.request", "body": data, "more_body": more}
 
 
-def test_an_image_of_too_many_pixels_is_refused() -> None:
-    buffer = io.BytesIO()
-    Image.new("1", (5000, 4000)).save(buffer, "PNG")
-    sent, metrics = _drive([], [{"type": "http.request", "body": buffer.getvalue()}])
-    assert sent[0]["status"] == 422 and b"5000x4000 are more than 16,000,000 pixels" in sent[1]["body"]
-    assert 'status="422"} 1' in metrics
+@needs_fastapi
+def test_what_is_no_image_is_refused_and_counted() -> None:
+    left = {"type": "http.disconnect"}
+    _, metrics = _drive([], [_body(b"half an image", more=True), left])
+    assert 'status="499"} 1' in metrics and 'status="500"' not in metrics  # which is no failure of the server
+    without_length = [_body(bytes(1_000_000), more=True)] * (MAX_FILE_MB + 2)
+    form = [(b"content-type", b"multipart/form-data; boundary=B")]
+    Image.new("1", (5000, 4000)).save(large := io.BytesIO(), "PNG")
+    for headers, events, status, said in (
+        (form, [], 415, b"--data-binary"),
+        ([], without_length, 413, b"larger than"),
+        ([], [_body(large.getvalue())], 422, b"5000x4000 are more than 16,000,000 pixels"),
+    ):
+        sent, metrics = _drive(headers, events)
+        assert sent[0]["status"] == status and said in sent[1]["body"]
+        assert f'status="{status}"}} 1' in metrics
 
 
+@needs_fastapi
 def test_a_full_queue_is_refused() -> None:
-    sent, metrics = _drive([], [{"type": "http.request", "body": b"x"}], queue=0)
+    sent, metrics = _drive([], [_body(b"x")], queue=0)
     assert sent[0]["status"] == 503 and (b"retry-after", b"1") in sent[0]["headers"]
     assert 'status="503"} 1' in metrics
 
 
+@needs_fastapi
 def test_a_taken_port_is_one_line_before_the_export(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("fastapi", reason="needs fastapi: make test-site runs this in the site's environment")
     monkeypatch.setattr("capszoo.app.server.AppModel", lambda *_: pytest.fail("exported first"))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -142,8 +145,8 @@ def test_a_taken_port_is_one_line_before_the_export(monkeypatch: pytest.MonkeyPa
             serve(MODEL, port=port)
 
 
+@needs_fastapi
 def test_the_address_is_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("fastapi", reason="needs fastapi: make test-site runs this in the site's environment")
     monkeypatch.setattr("capszoo.app.server.AppModel", lambda name, _: SimpleNamespace(name=name))
     monkeypatch.setattr("capszoo.app.server.create_app", lambda *_: None)
     monkeypatch.setattr("uvicorn.run", lambda *_, **__: None)
@@ -151,8 +154,9 @@ def test_the_address_is_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert capsys.readouterr().err == f"{MODEL} answers at http://127.0.0.1:{port}/predict; Ctrl-C ends it\n"
 
 
-def _uvicorn(app: Any, most: int) -> tuple[Any, threading.Thread, int]:
-    """A server in a thread, which takes ``most`` connections; the server, the thread and the port."""
+@contextmanager
+def _uvicorn(app: Any, most: int) -> Iterator[int]:
+    """The port of a server in a thread, which takes ``most`` connections."""
     uvicorn = pytest.importorskip("uvicorn", reason="needs uvicorn: make test-site runs this")
     settings = {"port": (port := free_port()), "log_config": None, "lifespan": "off"}
     server = uvicorn.Server(uvicorn.Config(app, http=limited_protocol(most), **settings))
@@ -160,7 +164,10 @@ def _uvicorn(app: Any, most: int) -> tuple[Any, threading.Thread, int]:
     thread.start()
     while not server.started:
         time.sleep(0.01)
-    return server, thread, port
+    yield port
+    server.should_exit = True
+    thread.join(5)
+    assert not thread.is_alive()
 
 
 async def _ok(scope: dict, receive: Any, send: Any) -> None:
@@ -184,38 +191,32 @@ def _closed(client: socket.socket) -> bool:
 
 def test_headers_that_do_not_arrive_close_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("capszoo.app.server.HEADER_SECONDS", 0.1)
-    server, thread, port = _uvicorn(_ok, 8)
-    for half in (b"", b"GET / HTTP/1.1\r\nhost:"):
+    with _uvicorn(_ok, 8) as port:
+        for half in (b"", b"GET / HTTP/1.1\r\nhost:"):
+            with socket.create_connection(("127.0.0.1", port), 3) as client:
+                client.sendall(half)
+                assert _closed(client)
         with socket.create_connection(("127.0.0.1", port), 3) as client:
-            client.sendall(half)
+            client.sendall(REQUEST)
+            answer = b""
+            while not answer.endswith(b"ok"):  # which may take longer than the headers
+                answer += client.recv(1000)
+            client.sendall(REQUEST[:20])
             assert _closed(client)
-    with socket.create_connection(("127.0.0.1", port), 3) as client:
-        client.sendall(REQUEST)
-        answer = b""
-        while not answer.endswith(b"ok"):  # which may take longer than the headers
-            answer += client.recv(1000)
-        client.sendall(REQUEST[:20])
-        assert _closed(client)
-    server.should_exit = True
-    thread.join(5)
-    assert not thread.is_alive()
 
 
 def test_connections_beyond_the_limit_are_closed_and_a_place_is_free_again() -> None:
-    server, thread, port = _uvicorn(_ok, 2)
-    held = [socket.create_connection(("127.0.0.1", port), 3) for _ in range(2)]
-    time.sleep(0.2)
-    with socket.create_connection(("127.0.0.1", port), 3) as refused:
-        assert _closed(refused)
-    for client in held:
-        client.close()
-    time.sleep(0.2)
-    with socket.create_connection(("127.0.0.1", port), 3) as client:
-        client.sendall(REQUEST)
-        assert client.recv(1000).startswith(b"HTTP/1.1 200")
-    server.should_exit = True
-    thread.join(5)
-    assert not thread.is_alive()
+    with _uvicorn(_ok, 2) as port:
+        held = [socket.create_connection(("127.0.0.1", port), 3) for _ in range(2)]
+        time.sleep(0.2)
+        with socket.create_connection(("127.0.0.1", port), 3) as refused:
+            assert _closed(refused)
+        for client in held:
+            client.close()
+        time.sleep(0.2)
+        with socket.create_connection(("127.0.0.1", port), 3) as client:
+            client.sendall(REQUEST)
+            assert client.recv(1000).startswith(b"HTTP/1.1 200")
 
 
 def test_a_fault_is_one_line_and_so_is_a_flood_of_it(capsys: pytest.CaptureFixture[str]) -> None:
@@ -244,7 +245,6 @@ def test_fewer_connections_than_files_may_be_opened(monkeypatch: pytest.MonkeyPa
 
 @pytest.fixture(scope="module")
 def address(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    pytest.importorskip("fastapi", reason="needs fastapi: make test-site runs this in the site's environment")
     port = free_port()
     command = [sys.executable, "-m", "capszoo", "serve", MODEL, "--port", str(port), "--queue", "16"]
     log = tmp_path_factory.mktemp("serve") / "log"
@@ -262,6 +262,7 @@ def _post(address: str, data: bytes, query: str = "") -> tuple[int, dict]:
 
 
 @pytest.mark.slow
+@needs_fastapi
 def test_digits_are_answered_as_predict_does(address: str) -> None:
     model = capszoo.load(MODEL)
     for k in range(10):
@@ -274,6 +275,7 @@ def test_digits_are_answered_as_predict_does(address: str) -> None:
 
 
 @pytest.mark.slow
+@needs_fastapi
 def test_bad_bodies_are_refused(address: str) -> None:
     for data, query, expected in (
         (b"", "", 400),
@@ -294,6 +296,7 @@ def test_bad_bodies_are_refused(address: str) -> None:
 
 
 @pytest.mark.slow
+@needs_fastapi
 def test_a_bounded_load_is_answered(address: str) -> None:
     """400 requests of 8 clients: each is answered, or refused with 503, and the metrics count them."""
     body = (DIGITS / "digit_7.png").read_bytes()

@@ -230,8 +230,8 @@ class Inputs:
         about = summarise(str(path)).to_dict()
         with redirect_stdout(io.StringIO()) as printed:
             zoo._print_facts(about)
-            zoo.stdout().print(zoo._weights_table(about["weights"]))
-            zoo.stdout().print(zoo._checkpoint_table([weights_entry(info)]))
+            zoo._print_weights(about["weights"])
+            zoo._print_checkpoints([weights_entry(info)])
         assert printed.getvalue().replace("\n", "").isprintable()
 
     def weights_file(self, rng: random.Random) -> None:

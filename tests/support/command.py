@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+import shlex
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from typer.main import get_command
 from typer.testing import CliRunner, Result
 
 import capszoo
@@ -21,6 +23,29 @@ from tests.support.errors import assert_names
 needs_training = pytest.mark.skipif(
     importlib.util.find_spec("accelerate") is None, reason="needs capszoo[train]"
 )
+
+
+ROOT_COMMAND: Any = get_command(app)
+
+
+def root_context() -> Any:
+    """The parser's context of ``capszoo`` itself."""
+    return ROOT_COMMAND.context_class(ROOT_COMMAND, info_name="capszoo")
+
+
+def parse(line: str) -> str:
+    """Parse a command line without running it; the name of its command."""
+    name, *words = shlex.split(line, comments=True)
+    command, context = ROOT_COMMAND, root_context()
+    while hasattr(command, "commands"):
+        assert words and words[0] in command.commands, line
+        command, *words = command.commands[words[0]], *words[1:]
+    try:
+        command.make_context(command.name, words, parent=context)
+    except Exception as error:
+        raise AssertionError(f"{line}: {error}") from error
+    assert name == "capszoo"
+    return str(command.name)
 
 
 def run(*arguments: object) -> Result:

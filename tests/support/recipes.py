@@ -36,7 +36,8 @@ def write_photos(images: ImageSet, folder: Path, counts: dict[str, int], start: 
     digits = {"one": 1, "three": 3, "eight": 8}
     for name, count in counts.items():
         (folder / name).mkdir(parents=True)
-        mine = (images.labels == digits[name]).nonzero().flatten()[start : start + count].tolist()
+        digit = digits[name] if name in digits else int(name[-1])
+        mine = (images.labels == digit).nonzero().flatten()[start : start + count].tolist()
         for index in mine:
             Image.fromarray(images.images[index, 0].numpy()).save(folder / name / f"{index:04d}.png")
     return folder
