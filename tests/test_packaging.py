@@ -337,6 +337,11 @@ def test_every_room_imports_lower_floors_alone(root: Path) -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_files_at_the_top_of_the_package_are_public(root: Path) -> None:
+    private = {path.name for path in (root / "capszoo").glob("_*.py")}
+    assert private == {"__init__.py", "__main__.py", "_version.py"}, "a private file belongs into a room"
+
+
 def test_type_checkers_know_every_public_name(root: Path) -> None:
     import capszoo
 
