@@ -55,7 +55,5 @@ class BestEpoch:
 
     def restore(self, state: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
         """Restore the state from a checkpoint; an empty state is the initial one."""
-        self.top1 = state.get("top1", float("-inf"))
-        self.score = state.get("score", float("-inf"))
-        self.epoch, self.risen = state.get("epoch", 0), state.get("risen", 0)
+        vars(self).update(state)
         self.weights = dict(weights)
