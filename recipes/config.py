@@ -32,26 +32,6 @@ from .yaml_tree import YamlError, read_yaml
 if TYPE_CHECKING:
     from capszoo.data.augment import Augment
 
-__all__ = [
-    "AugmentConfig",
-    "DERIVED_KEYS",
-    "DataConfig",
-    "FeedbackConfig",
-    "MACHINE_KEYS",
-    "NEUTRAL_KEYS",
-    "InitConfig",
-    "LossConfig",
-    "OptimizerConfig",
-    "Recipe",
-    "RecipeError",
-    "ScheduleConfig",
-    "StageConfig",
-    "find_recipe",
-    "list_profiles",
-    "list_recipes",
-    "load_recipe",
-]
-
 
 #: Keys of a recipe that suit the processor and may differ between the sessions of a run: the updates stay the same up
 #: to rounding. ``sessions.json`` states them.

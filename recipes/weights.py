@@ -42,24 +42,6 @@ from .evaluate import evaluate
 from .training.checkpoints import write_safetensors
 from .training.history import history_of, read_records
 
-__all__ = [
-    "GOLDEN_IMAGES",
-    "amend_metadata",
-    "bundle",
-    "canonical_keys",
-    "finished_metadata",
-    "finished_run",
-    "golden_file",
-    "golden_outputs",
-    "hardware",
-    "reading_keys",
-    "same_but_seed",
-    "seeds_summary",
-    "source_commit",
-    "store_half",
-    "write_weights",
-]
-
 #: Raw images whose outputs are stored beside the weights.
 GOLDEN_IMAGES = 4
 

@@ -7,8 +7,6 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["NonFiniteDetector"]
-
 
 def _finite(value: Any) -> bool:
     tensors = (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.is_floating_point())

@@ -33,8 +33,6 @@ from .stages import Stage, stage_at, staged_data
 from .state import Run, TrainState, restore, save_state
 from .step import create_step, one_value_error
 
-__all__ = ["begin_run", "begin_stage", "training_engines"]
-
 
 def begin_run(run: Run) -> tuple[TrainState, RunLog]:
     """The state that the run resumes from, and its log."""

@@ -29,16 +29,6 @@ from capszoo._pretrained.files import sha256_of
 from capszoo._utils.files import replacing, write_atomically
 from capszoo.metadata import first_complaint
 
-__all__ = [
-    "Checkpoint",
-    "checkpoint_folders",
-    "latest_checkpoint",
-    "save_checkpoint",
-    "step_of",
-    "write_safetensors",
-    "newest_position",
-]
-
 #: Number of checkpoints of a run.
 KEEP = 2
 

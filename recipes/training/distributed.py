@@ -29,18 +29,6 @@ try:
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(f"training needs accelerate: {install_hint('train')}") from error
 
-__all__ = [
-    "StopRequest",
-    "Stopped",
-    "TrainingError",
-    "accelerator_for",
-    "gather_object",
-    "is_lost_peer",
-    "raise_on_all_ranks",
-    "set_seed",
-    "sync_error",
-]
-
 
 class TrainingError(CapszooError, RuntimeError):
     """Training cannot start or continue; the message is one line with the reason and the remedy."""

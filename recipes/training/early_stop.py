@@ -7,8 +7,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["BestEpoch"]
-
 
 class BestEpoch:
     """The weights of the epoch that is best on the validation images; of equally good ones, the latest.

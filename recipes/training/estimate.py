@@ -22,8 +22,6 @@ from ..config import Recipe, RecipeError
 from .setup import create_feedback, create_net, create_optimizer, memory_layout
 from .step import TrainStep, create_step
 
-__all__ = ["Estimate", "estimate", "first_update"]
-
 #: Number of timed updates, after one untimed update.
 TIMED = 2
 #: Images that the first update is estimated from: its duration grows linearly with them.

@@ -20,8 +20,6 @@ from .log import RunLog, accuracy_line, weights_line
 from .run_folder import read_sessions, versions
 from .state import Run, TrainState
 
-__all__ = ["finish_run", "result_of_finished"]
-
 #: Factor of the recall of guessing, below which a network has hardly learned.
 GUESSING = 1.2
 

@@ -18,8 +18,6 @@ from capszoo.metadata import first_complaint
 from ..yaml_tree import YamlError, read_yaml
 from .checkpoints import checkpoint_folders, step_of
 
-__all__ = ["find_runs", "history_of", "read_records", "records_of", "trained_images"]
-
 _logger = logging.getLogger("capszoo.training")
 
 

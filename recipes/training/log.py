@@ -41,8 +41,6 @@ except ModuleNotFoundError as error:
         f"training needs matplotlib and tensorboard: {install_hint('train')}"
     ) from error
 
-__all__ = ["RunLog", "accuracy_line", "epoch_line", "setback_line", "weights_line"]
-
 
 SECONDS_BETWEEN_LINES = 60
 #: factor of the training loss, and points of training accuracy, that an epoch loses in a setback

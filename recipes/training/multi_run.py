@@ -32,8 +32,6 @@ from .distributed import Stopped, StopRequest, TrainingError
 from .history import trained_images
 from .run_folder import check_run
 
-__all__ = ["Job", "run_jobs", "train_arguments", "train_seeds", "train_together"]
-
 LOOK_SECONDS = 0.5
 
 #: Seconds that a run has to finish its update and save a checkpoint; compiling a network takes a minute or two.

@@ -35,23 +35,6 @@ from ..yaml_tree import YamlError, read_yaml
 from .checkpoints import KEEP, checkpoint_folders, newest_position
 from .distributed import TrainingError
 
-__all__ = [
-    "LOCK",
-    "FolderBefore",
-    "RunLock",
-    "check_counts",
-    "check_data",
-    "check_room",
-    "check_run",
-    "compared_settings",
-    "first_difference",
-    "is_unused",
-    "note_session",
-    "open_run",
-    "read_sessions",
-    "versions",
-]
-
 #: Lock file in a run's folder, held by the process that trains into it.
 LOCK = ".lock"
 

@@ -39,20 +39,6 @@ from capszoo.models._feedback import FeedbackAgreement, encapnet_feedback
 from ..config import BACKBONE, DATA_ARGS, DataConfig, Recipe, RecipeError
 from ..evaluation.target import create_for
 
-__all__ = [
-    "RunData",
-    "check_classes",
-    "create_feedback",
-    "create_net",
-    "create_optimizer",
-    "create_scheduler",
-    "memory_layout",
-    "framing_of",
-    "load_data",
-    "read_split",
-    "start_sha256",
-]
-
 _logger = logging.getLogger(__name__)
 
 

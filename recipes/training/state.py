@@ -37,8 +37,6 @@ from .stages import (
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-__all__ = ["Run", "TrainState", "check_stages", "checkpoint_due", "restore", "save_state"]
-
 
 #: Largest share of the time for checkpoints at the ends of epochs, which may last a second on a GPU.
 SAVING_SHARE = 0.05

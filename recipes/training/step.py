@@ -19,8 +19,6 @@ from ..evaluation.metrics import all_right
 from ..evaluation.target import score_threshold
 from .state import Run, TrainState
 
-__all__ = ["TrainStep", "create_step", "learning_rate", "one_value_error", "seed_update", "train_step"]
-
 
 def create_step(
     recipe: Recipe, net: nn.Module, feedback: FeedbackAgreement | None, multi_label: bool
