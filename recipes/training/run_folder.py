@@ -53,18 +53,13 @@ def check_run(recipe: Recipe, out: Path, resume: bool) -> None:
         return
     if not resume:
         raise TrainingError(f"{out} already holds a run: choose another --out, or resume it")
+    old, reason = None, "it holds no recipe"
     try:
         old = read_yaml(before.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, YamlError) as error:
-        raise TrainingError(
-            f"cannot read {before}: {getattr(error, 'strerror', None) or 'damaged'}: "
-            "restore it, or choose another --out"
-        ) from error
+        reason = getattr(error, "strerror", None) or "damaged"
     if not isinstance(old, dict) or not old:
-        raise TrainingError(
-            f"{before} holds no recipe, so that the run cannot be told from another: put the file back, "
-            "or choose another --out"
-        )
+        raise TrainingError(f"cannot read {before}: {reason}: put it back, or choose another --out")
     with suppress(ValueError):  # a run of an earlier version lacks newer keys
         old = Recipe.model_validate(old).model_dump(mode="json")
     wanted_recipe = recipe.model_dump(mode="json")

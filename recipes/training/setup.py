@@ -145,12 +145,13 @@ def load_data(
     else:
         stratified = settings.validation == "stratified"
         training, validation = split_validation(whole, settings.val_size, settings.val_seed, stratified)
-    by_split = {"train": whole, "val": validation if settings.validation == "own" else None, "test": test}
-    check_classes({split: part for split, part in by_split.items() if part is not None})
+    splits = {"train": whole, "val": validation if settings.validation == "own" else None, "test": test}
+    parts = {split: part for split, part in splits.items() if part is not None}
+    check_classes(parts)
     if settings.limit:
         training = training.subset(_limited(len(training), settings))
-    fingerprints = {split: part.fingerprint() for split, part in by_split.items() if part is not None}
-    same = by_split["val"] is not None and fingerprints["val"] == fingerprints.get("test")
+    fingerprints = {split: part.fingerprint() for split, part in parts.items()}
+    same = "val" in parts and fingerprints["val"] == fingerprints.get("test")
     # the fingerprint of a streamed set is that of its labels: both splits may have the same ones
     if same and not (
         settings.name.startswith(tuple(PREFIXES)) and "test" in find_splits(settings.name, data)
@@ -158,7 +159,7 @@ def load_data(
         raise DataError(
             f"{settings.name} has no test split besides val, which may choose the epoch: set data.test=false"
         )
-    counts = {split: len(part) for split, part in by_split.items() if part is not None}
+    counts = {split: len(part) for split, part in parts.items()}
     return RunData(training, validation, test, fingerprints, tuple(skipped), counts)
 
 
