@@ -32,25 +32,6 @@ from .yaml_tree import YamlError, read_yaml
 if TYPE_CHECKING:
     from capszoo.data.augment import Augment
 
-__all__ = [
-    "AugmentConfig",
-    "DERIVED_KEYS",
-    "DataConfig",
-    "FeedbackConfig",
-    "MACHINE_KEYS",
-    "NEUTRAL_KEYS",
-    "InitConfig",
-    "LossConfig",
-    "OptimizerConfig",
-    "Recipe",
-    "RecipeError",
-    "ScheduleConfig",
-    "StageConfig",
-    "find_recipe",
-    "list_profiles",
-    "list_recipes",
-    "load_recipe",
-]
 
 #: Keys of a recipe that suit the processor and may differ between the sessions of a run: the updates stay the same up
 #: to rounding. ``sessions.json`` states them.
@@ -397,7 +378,7 @@ class Recipe(_Section):
         return args
 
     @model_validator(mode="after")
-    def _divides(self) -> Recipe:
+    def _settings_go_together(self) -> Recipe:
         if self.batch_size % self.accumulate:
             raise ValueError(
                 f"batch_size {self.batch_size} cannot be divided into {self.accumulate} equal parts (accumulate)"
@@ -406,6 +387,23 @@ class Recipe(_Section):
             raise ValueError(
                 "compile: reduce-overhead does not go with accumulate: the next part's CUDA graph overwrites the "
                 "gradients of the one before; use compile: true"
+            )
+        if self.schedule.min_lr > self.optimizer.lr:
+            raise ValueError(
+                f"schedule.min_lr {self.schedule.min_lr:g} is above optimizer.lr {self.optimizer.lr:g}: lower it"
+            )
+        if not self.stages:
+            return self
+        if isinstance(self.data.size, tuple):
+            raise ValueError("stages are of square images, and data.size is not square: leave stages out")
+        full = self.epochs - sum(stage.epochs for stage in self.stages)
+        if full < 0.3 * self.epochs:
+            raise ValueError(
+                f"stages leave {max(full, 0)} of {self.epochs} epochs at the full size: leave at least 30%"
+            )
+        if self.early_stop:
+            raise ValueError(
+                "stages and early_stop do not go together: accuracies at two sizes do not compare"
             )
         return self
 
@@ -425,31 +423,6 @@ class Recipe(_Section):
             tree = {**tree, "data": {**data, "augment": kept}}
         return tree
 
-    @model_validator(mode="after")
-    def _stages_fit(self) -> Recipe:
-        if not self.stages:
-            return self
-        if isinstance(self.data.size, tuple):
-            raise ValueError("stages are of square images, and data.size is not square: leave stages out")
-        full = self.epochs - sum(stage.epochs for stage in self.stages)
-        if full < 0.3 * self.epochs:
-            raise ValueError(
-                f"stages leave {max(full, 0)} of {self.epochs} epochs at the full size: leave at least 30%"
-            )
-        if self.early_stop:
-            raise ValueError(
-                "stages and early_stop do not go together: accuracies at two sizes do not compare"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _rate_falls(self) -> Recipe:
-        if self.schedule.min_lr > self.optimizer.lr:
-            raise ValueError(
-                f"schedule.min_lr {self.schedule.min_lr:g} is above optimizer.lr {self.optimizer.lr:g}: lower it"
-            )
-        return self
-
     @property
     def name(self) -> str:
         return f"{self.arch}.{self.tag}"
@@ -467,24 +440,20 @@ def _section_at(location: tuple[Any, ...]) -> type[BaseModel]:
     return section
 
 
-def _is_kind(location: tuple[Any, ...]) -> bool:
-    """True if a place ends with a kind of value, which pydantic adds where a key takes several."""
-    return isinstance(location[-1], str) and location[-1] not in _section_at(location[:-1]).model_fields
-
-
 def _one_line(error: ValidationError, where: str) -> str:
     first = error.errors(include_url=False)[0]
     location = first["loc"]
-    key = ".".join(map(str, location))
+    key, section = (".".join(map(str, place)) for place in (location, location[:-1]))
+    fields = _section_at(location[:-1]).model_fields
     if first["type"] == "extra_forbidden":
-        prefix = ".".join(map(str, location[:-1]))
-        kind = f"key of '{prefix}'" if prefix else "key"
-        return f"{where}: {unknown_name(kind, str(location[-1]), _section_at(location[:-1]).model_fields)}"
+        kind = f"key of '{section}'" if section else "key"
+        return f"{where}: {unknown_name(kind, str(location[-1]), fields)}"
     if first["type"] == "missing":
         return f"{where}: the key '{key}' is missing"
     message = first["msg"].removeprefix("Value error, ")
-    if location and _is_kind(location):
-        key = ".".join(map(str, location[:-1]))
+    # a place ends with a kind of value where a key takes several
+    if location and isinstance(location[-1], str) and location[-1] not in fields:
+        key = section
         kinds = [other["msg"] for other in error.errors() if other["loc"][:-1] == location[:-1]]
         message = " or ".join(dict.fromkeys(kinds))
     if not key:  # a combination of keys is invalid; the message names them

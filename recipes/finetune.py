@@ -40,12 +40,7 @@ from .evaluation.metrics import EvalResult, assess, mean_recall, pooled
 from .evaluation.report import rounded
 from .evaluation.report_plots import draw_confusion
 from .evaluation.target import in_float32, prepare
-from .release.model_card import (
-    CONFUSION,
-    CURVES,
-    LABELS,
-    model_card,
-)
+from .release.model_card import CONFUSION, CURVES, LABELS, model_card
 from .release.public import default_tag, public_start
 from .train import train
 from .training.setup import RunData, check_classes, framing_of, load_data, read_split
@@ -76,8 +71,6 @@ VALIDATION_SHARE, VALIDATION_MOST = 0.2, 5000
 
 #: What is written beside the runs of folds.
 FOLDS = "folds.json"
-#: What is written beside the weights at the end.
-FINISHED = {"labels": LABELS, "confusion": CONFUSION, "card": "README.md"}
 
 
 @dataclass(frozen=True)
@@ -206,9 +199,29 @@ def finetune_recipe(
     overrides: Sequence[str] = (),
     read: Callable[..., Any] = read_split,
 ) -> Recipe:
-    """The recipe of a fine-tuning run; the arguments are those of ``finetune``, and ``read`` is that of ``load_data``.
+    """The recipe of a fine-tuning run. It reads the training images, because the recipe depends on their number.
 
-    It reads the training images, because the recipe depends on their number.
+    Args:
+        model: name.tag, hf-hub:USER/NAME, the folder of a run, or a .safetensors file; with ``from_scratch`` also an
+            architecture without weights. None with ``backbone``.
+        data: a folder of images by class, a table (FILE.csv), ``hf:OWNER/NAME`` or another of
+            ``capszoo.data.PREFIXES``.
+        backbone: instead of a model, a timm name, hf-hub:USER/NAME or local-dir:folder: its features, with its weights
+            unless ``from_scratch``, and a new capsule head.
+        head: routing of that head, a name of ``capszoo.models._heads.HEADS``.
+        tag: name of the new weights after the architecture's; None uses the data's.
+        img_size: side, or rows and columns, of the images; None uses those of the weights.
+        crop_mode: how images of another shape are framed: ``center``, ``squash`` or ``border``; None as for the
+            weights.
+        freeze: "body", "all" (except the class capsules), or modules by name.
+        layer_decay: factor of the learning rate from each layer to the one before it; None uses the default, 1 none.
+        epochs: maximum number; None uses as many as give about ``UPDATES`` updates.
+        from_scratch: start from random weights, for comparison.
+        skip_bad: skip images that cannot be read.
+        channels: read images in grey (1) or in colour (3); None: in colour if any has some.
+        folds: number of runs that share the images.
+        overrides: ``key=value`` lines that change keys of the recipe, as in ``capszoo train --set``.
+        read: that of ``load_data``.
     """
     if (model is None) == (backbone is None):
         raise UsageError("fine-tuning starts from a MODEL or from a --backbone", "give one of them")
@@ -341,48 +354,21 @@ def finetune(
     data: str | Path,
     out: str | Path | None = None,
     *,
-    backbone: str | None = None,
-    head: str = "idpa",
-    tag: str | None = None,
-    img_size: Side | None = None,
-    crop_mode: str | None = None,
-    freeze: Sequence[str] = (),
-    layer_decay: float | None = None,
-    epochs: int | None = None,
-    from_scratch: bool = False,
-    skip_bad: bool = False,
-    channels: int | None = None,
     folds: int | None = None,
-    overrides: Sequence[str] = (),
     cpu: bool = False,
     stop_after: int | None = None,
     accept_data: bool = False,
     log_with: Sequence[str] = (),
+    **settings: Any,
 ) -> dict[str, Any]:
     """Fine-tune a model, or resume an interrupted call with the same arguments.
 
     Args:
-        model: name.tag, hf-hub:USER/NAME, the folder of a run, or a .safetensors file; with ``from_scratch`` also an
-            architecture without weights. None with ``backbone``.
-        backbone: instead of a model, a timm name, hf-hub:USER/NAME or local-dir:folder: its features, with its weights
-            unless ``from_scratch``, and a new capsule head.
-        head: routing of that head, a name of ``capszoo.models._heads.HEADS``.
-        data: a folder of images by class, a table (FILE.csv), ``hf:OWNER/NAME`` or another of
-            ``capszoo.data.PREFIXES``.
+        model, data: as for ``finetune_recipe``.
         out: folder of the run; None: ``runs/<arch>.<tag>``.
-        tag: name of the new weights after the architecture's; None uses the data's.
-        img_size: side, or rows and columns, of the images; None uses those of the weights.
-        crop_mode: how images of another shape are framed: ``center``, ``squash`` or ``border``; None as for the
-            weights.
-        freeze: "body", "all" (except the class capsules), or modules by name.
-        layer_decay: factor of the learning rate from each layer to the one before it; None uses the default, 1 none.
-        epochs: maximum number; None uses as many as give about ``UPDATES`` updates.
-        from_scratch: start from random weights, for comparison.
-        skip_bad: skip images that cannot be read.
-        channels: read images in grey (1) or in colour (3); None: in colour if any has some.
         folds: train this many runs, each tested on another fold of the images; None: one run on all of them.
-        overrides: ``key=value`` lines that change keys of the recipe, as in ``capszoo train --set``.
         cpu, stop_after, accept_data, log_with: as for ``train``.
+        settings: further arguments of ``finetune_recipe``, such as ``epochs``, ``freeze`` or ``overrides``.
 
     Returns:
         The result of ``train`` and, once finished, paths: ``"labels"``, ``"confusion"``, ``"card"``. With ``folds``,
@@ -395,35 +381,16 @@ def finetune(
         TrainingError: the run cannot start, continue or be saved.
     """
     read = functools.cache(read_split)  # read each split once: for the recipe, for training, for evaluation
-    recipe = finetune_recipe(
-        model,
-        data,
-        backbone=backbone,
-        head=head,
-        tag=tag,
-        img_size=img_size,
-        crop_mode=crop_mode,
-        freeze=freeze,
-        layer_decay=layer_decay,
-        epochs=epochs,
-        from_scratch=from_scratch,
-        skip_bad=skip_bad,
-        channels=channels,
-        folds=folds,
-        overrides=overrides,
-        read=read,
-    )
+    recipe = finetune_recipe(model, data, folds=folds, read=read, **settings)
     options: dict[str, Any] = dict(cpu=cpu, stop_after=stop_after, accept_data=accept_data, log_with=log_with)
-    if folds is not None:
-        undivided = recipe.data.model_copy(update={"val_size": 0})
-        images = load_data(recipe.model_copy(update={"data": undivided}), None, read)
-        read.cache_clear()
-        return _train_folds(recipe, images, folds, Path(out or f"runs/{recipe.name}"), options)
-    images = load_data(recipe, None, read)
+    undivided = recipe.model_copy(update={"data": recipe.data.model_copy(update={"val_size": 0})})
+    images = load_data(recipe if folds is None else undivided, None, read)
     read.cache_clear()
+    if folds is not None:
+        return _train_folds(recipe, images, folds, Path(out or f"runs/{recipe.name}"), options)
     result = train(recipe, out=out, data=images, **options)
     if result["finished"] and os.environ.get("RANK", "0") == "0":
-        result |= _finish(images, Path(result["weights"]), "cpu" if cpu else default_device())
+        result |= _finish(images, Path(result["weights"]), "cpu" if cpu else default_device())[0]
     return result
 
 
@@ -455,8 +422,7 @@ def _train_folds(
         if not result["finished"]:
             return result
         if main:
-            _finish(data, Path(result["weights"]), device)
-            results.append(in_float32(assess)(prepare(result["weights"], fold, device=device)))
+            results.append(_finish(data, Path(result["weights"]), device)[1])
     return {"out": out, "finished": True, **(_write_folds(recipe, images, results, out) if main else {})}
 
 
@@ -483,18 +449,19 @@ def _write_folds(recipe: Recipe, images: RunData, results: list[EvalResult], out
     return summary | {"folds_file": out / FOLDS, "confusion": out / CONFUSION}
 
 
-def _finish(images: RunData, weights: Path, device: str | torch.device) -> dict[str, Any]:
-    """Write files for users: names of the classes, confusion matrix, model card."""
+def _finish(images: RunData, weights: Path, device: str | torch.device) -> tuple[dict[str, Path], EvalResult]:
+    """Write files for users: names of the classes, confusion matrix, model card; return their paths, and the result."""
     target = prepare(weights, images.measured, device=device)
     result, split = in_float32(assess)(target), target.images.split
     assert result.confusion is not None  # one label per image
     counts = {"images": result.confusion.sum(1).tolist(), "right": result.confusion.diagonal().tolist()}
     info = amend_metadata(weights, per_class={"split": split, **counts})
-    paths = {kind: weights.with_name(name) for kind, name in FINISHED.items()}
+    names = {"labels": LABELS, "confusion": CONFUSION, "card": "README.md"}
+    paths = {kind: weights.with_name(name) for kind, name in names.items()}
     write_atomically(paths["labels"], "".join(f"{line}\n" for line in label_lines(info.label_names or ())))
     # no name of the user's folder: the picture is published
     draw_confusion(result, f"{info.architecture}, {result.n:,} images of {split}", paths["confusion"])
     pictures = [file for file in (CURVES, CONFUSION) if weights.with_name(file).is_file()]
     card = model_card(info, weights.parent.resolve().name, pictures=pictures, local=True)
     write_atomically(paths["card"], card.content)
-    return paths
+    return paths, result

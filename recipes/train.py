@@ -21,6 +21,7 @@ import logging
 import math
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,9 +37,8 @@ from .evaluation.metrics import count_correct, mean_recall
 from .evaluation.target import score_threshold
 from .training.anomaly import NonFiniteDetector
 from .training.begin import begin_run, begin_stage
-from .training.checkpoints import latest_checkpoint, threads_of_run
+from .training.checkpoints import latest_checkpoint, newest_position
 from .training.distributed import (
-    PeerLost,
     Stopped,
     StopRequest,
     TrainingError,
@@ -50,14 +50,7 @@ from .training.distributed import (
 )
 from .training.finish import finish_run, result_of_finished
 from .training.log import RunLog, epoch_line, setback_line
-from .training.run_folder import (
-    FolderBefore,
-    RunLock,
-    check_counts,
-    check_data,
-    check_run,
-    closing_lock,
-)
+from .training.run_folder import FolderBefore, RunLock, check_counts, check_data, check_run
 from .training.setup import RunData, load_data
 from .training.state import (
     LONGEST_SECONDS,
@@ -124,58 +117,48 @@ def train(
     recipe = load_recipe(recipe, overrides, profile)
     if threads is not None and threads < 1:
         raise UsageError(f"--threads {threads}: training needs at least one CPU thread")
-    run = Path(out) if out else Path("runs") / recipe.name
+    folder = Path(out) if out else Path("runs") / recipe.name
     threads_before = torch.get_num_threads()
     try:
-        with accelerator_for(recipe, cpu, log_with) as accelerator, closing_lock(run) as lock:
-            return _train(
-                _prepare(recipe, run, data, resume, stop_after, accelerator, threads, lock, accept_data)
-            )
+        with accelerator_for(recipe, cpu, log_with) as accelerator, closing(RunLock(folder)) as lock:
+            _prepare_process(recipe, folder, accelerator, threads)
+            commit = source_commit()
+            # all checks that are possible before anything is built
+            with raise_on_all_ranks(accelerator):
+                if accelerator.is_main_process:
+                    if folder.is_dir():  # else it is created and locked after recipe and data are checked
+                        lock.acquire()
+                    if isinstance(data, RunData):  # settings that follow from their number would differ, too
+                        check_counts(folder, data.counts)
+                    check_run(recipe, folder, resume)
+                images = data if isinstance(data, RunData) else load_data(recipe, data)
+                if accelerator.is_main_process:
+                    check_counts(folder, images.counts)
+                    check_data(folder, images.fingerprints, accept_data)
+                steps = len(images.training) // recipe.batch_size
+                run = Run(recipe, folder, accelerator, images, steps, stop_after, commit, lock)
+                check_stages(run)
+            return _train(run)
     finally:
         if torch.get_num_threads() != threads_before:
             torch.set_num_threads(threads_before)
 
 
-def _prepare(
-    recipe: Recipe,
-    out: Path,
-    data: str | Path | RunData | None,
-    resume: bool,
-    stop_after: int | None,
-    accelerator: Accelerator,
-    threads: int | None,
-    lock: RunLock,
-    accept_data: bool,
-) -> Run:
-    """Run all checks that are possible before anything is built, and read the data."""
-    world = accelerator.num_processes
+def _prepare_process(recipe: Recipe, out: Path, accelerator: Accelerator, threads: int | None) -> None:
+    """Set what the computations of this process depend on, and check its share of a batch."""
     if accelerator.device.type == "cpu":
         keep_freed_memory()
-        if threads or (threads := threads_of_run(out)):
+        # floating-point sums depend on their number
+        if threads or (threads := newest_position(out).get("threads")):
             torch.set_num_threads(threads)
     if not accelerator.is_main_process:  # warnings are the same on all processes: one prints them
         logging.getLogger("capszoo").setLevel(logging.ERROR)
-    if recipe.batch_size % (world * recipe.accumulate):
+    parts = accelerator.num_processes * recipe.accumulate
+    if recipe.batch_size % parts:
         raise RecipeError(
-            f"{recipe.name}: batch_size {recipe.batch_size} cannot be shared by {world} processes "
-            f"in {recipe.accumulate} parts each: set it to a multiple of {world * recipe.accumulate}"
+            f"{recipe.name}: batch_size {recipe.batch_size} cannot be shared by {accelerator.num_processes} processes "
+            f"in {recipe.accumulate} parts each: set it to a multiple of {parts}"
         )
-    commit = source_commit()
-    with raise_on_all_ranks(accelerator):
-        if accelerator.is_main_process:
-            if out.is_dir():  # else it is created and locked after recipe and data are checked
-                lock.acquire()
-            if isinstance(data, RunData):  # settings that follow from the number of images would differ, too
-                check_counts(out, data.counts)
-            check_run(recipe, out, resume)
-        run_data = data if isinstance(data, RunData) else load_data(recipe, data)
-        steps = len(run_data.training) // recipe.batch_size
-        if accelerator.is_main_process:
-            check_counts(out, run_data.counts)
-            check_data(out, run_data.fingerprints, accept_data)
-        run = Run(recipe, out, accelerator, run_data, steps, stop_after, commit, lock)
-        check_stages(run)
-    return run
 
 
 def _sync_and_log(run: Run, state: TrainState, log: RunLog, stop: StopRequest, saving: bool) -> int:
@@ -183,11 +166,10 @@ def _sync_and_log(run: Run, state: TrainState, log: RunLog, stop: StopRequest, s
 
     ``saving``: check the weights, too: a checkpoint follows, from which a run with other values could not go on.
     """
-    bad, mean = 0, torch.zeros((), device=run.device)
-    if state.losses:
-        values = torch.stack(state.losses)
-        finite, mean = values.isfinite().tolist(), values.mean()
-        bad = 0 if all(finite) else state.step - len(finite) + finite.index(False) + 1
+    values = torch.stack(state.losses)
+    state.losses.clear()
+    finite, mean = values.isfinite().tolist(), values.mean()
+    bad = 0 if all(finite) else state.step - len(finite) + finite.index(False) + 1
     if saving and not bad:
         weights_finite = all(bool(weight.isfinite().all()) for weight in state.net.parameters())
         bad = 0 if weights_finite else state.step
@@ -200,17 +182,9 @@ def _sync_and_log(run: Run, state: TrainState, log: RunLog, stop: StopRequest, s
     state.next_sync = state.step + min(SYNC_EVERY, max(1, int(SYNC_SECONDS / pace)))
     if bad:
         _locate_nonfinite(run, state, log, int(-bad))
-    if state.losses:
-        epoch = (state.step - 1) // run.steps + 1
-        rate = run.recipe.batch_size / pace
-        log.update(
-            state.step,
-            mean.item(),
-            learning_rate(state.optimizer),
-            rate,
-            f"epoch {epoch}/{run.recipe.epochs}",
-        )
-    state.losses.clear()
+    rate, epoch = run.recipe.batch_size / pace, (state.step - 1) // run.steps + 1
+    note = f"epoch {epoch}/{run.recipe.epochs}"
+    log.update(state.step, mean.item(), learning_rate(state.optimizer), rate, note)
     return int(number)
 
 
@@ -298,16 +272,14 @@ def _train_epoch(run: Run, state: TrainState, log: RunLog, stop: StopRequest, cl
         state.losses.append(train_step(run, state, batch))
         state.step += 1
         state.seconds = clock.seconds()
-        last = state.step % run.steps == 0
-        at_limit = clock.at_limit(run, state)
-        periodic = _periodic(run, state)
+        last, at_limit = state.step % run.steps == 0, clock.at_limit(run, state)
+        saving = last or at_limit or _periodic(run, state)
         number = 0
-        due = last or at_limit or periodic or state.step >= state.next_sync
-        if due or (run.world == 1 and stop.number):
-            number = _sync_and_log(run, state, log, stop, last or at_limit or periodic or bool(stop.number))
+        if saving or state.step >= state.next_sync or (run.world == 1 and stop.number):
+            number = _sync_and_log(run, state, log, stop, saving or bool(stop.number))
         if last:
             return number
-        if at_limit or periodic or number:
+        if saving or number:
             save_state(run, state)
         if number:
             raise _stopped(run, state, number)
@@ -350,8 +322,7 @@ def _end_epoch(run: Run, state: TrainState, log: RunLog, clock: _Clock, stopping
         save_state(run, state)
     log.progress.update(log.task, completed=state.step)
     log.say(epoch_line(record, recipe.epochs))
-    setback = setback_line(record, log.before(record))
-    if setback:
+    if setback := setback_line(record, log.before(record)):
         log.say(setback)
     state.next_sync = state.step + 1
 
@@ -421,7 +392,10 @@ def _run_to_end(run: Run, state: TrainState, log: RunLog) -> dict[str, Any]:
         ) from None
     except RuntimeError as error:
         if run.world > 1 and not isinstance(error, CapszooError) and is_lost_peer(error):
-            raise PeerLost from error
+            raise TrainingError(
+                "another process of this run has ended: its own message says why; the same command resumes "
+                "from the last checkpoint"
+            ) from error
         raise
     finally:
         log.close()

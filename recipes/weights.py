@@ -42,28 +42,6 @@ from .evaluate import evaluate
 from .training.checkpoints import write_safetensors
 from .training.history import history_of, read_records
 
-__all__ = [
-    "FILE_LIMIT",
-    "FOLDER_LIMIT",
-    "GOLDEN_IMAGES",
-    "LARGE_FILE_LIMIT",
-    "LARGE_FOLDER_LIMIT",
-    "amend_metadata",
-    "bundle",
-    "canonical_keys",
-    "finished_metadata",
-    "finished_run",
-    "golden_file",
-    "golden_outputs",
-    "hardware",
-    "reading_keys",
-    "same_but_seed",
-    "seeds_summary",
-    "source_commit",
-    "store_half",
-    "write_weights",
-]
-
 #: Raw images whose outputs are stored beside the weights.
 GOLDEN_IMAGES = 4
 
@@ -197,12 +175,9 @@ def finished_run(run: str | Path) -> Path:
 def finished_metadata(run: Path) -> dict[str, Any] | None:
     """The metadata that a finished run wrote to its folder; None if it is not finished."""
     try:
-        metadata: dict[str, Any] = json.loads(
-            finished_run(run).with_suffix(".json").read_text(encoding="utf-8")
-        )
+        return json.loads(finished_run(run).with_suffix(".json").read_text(encoding="utf-8"))
     except (WeightsError, OSError, ValueError):
         return None
-    return metadata
 
 
 def _room(target: Path, name: str, size: int, file_limit: int, folder_limit: int) -> bool:
@@ -359,8 +334,7 @@ def store_half(run: str | Path, data: str | Path | None = None) -> Path:
 
 def images_sha256(metadata: Mapping[str, Any]) -> dict[str, str] | None:
     """The sha256 of the images of each split that a run used; None: not recorded."""
-    digests: dict[str, str] | None = metadata.get("dataset", {}).get("sha256")
-    return digests
+    return metadata.get("dataset", {}).get("sha256")
 
 
 def run_metrics(metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -382,14 +356,13 @@ def bundle(run: str | Path, folder: str | Path | None = None) -> list[Path]:
         raise WeightsError(f"{run} has no accuracy on a test set: run its recipe to the end first")
     small, large = (Path(folder), Path(folder)) if folder else weights_folders()
     size = weights.stat().st_size
-    target = small
-    if not folder and not _room(small, weights.name, size, FILE_LIMIT, FOLDER_LIMIT):
-        target = large
-        if not _room(large, weights.name, size, LARGE_FILE_LIMIT, LARGE_FOLDER_LIMIT):
-            raise WeightsError(
-                f"{weights.name} has {size:,} bytes, for which neither {small.name}/ nor {large.name}/ has room "
-                f"({FILE_LIMIT:,} and {LARGE_FILE_LIMIT:,} bytes a file): publish it on the Hub alone"
-            )
+    fits_small = folder or _room(small, weights.name, size, FILE_LIMIT, FOLDER_LIMIT)
+    target, other = (small, large) if fits_small else (large, small)
+    if not fits_small and not _room(large, weights.name, size, LARGE_FILE_LIMIT, LARGE_FOLDER_LIMIT):
+        raise WeightsError(
+            f"{weights.name} has {size:,} bytes, for which neither {small.name}/ nor {large.name}/ has room "
+            f"({FILE_LIMIT:,} and {LARGE_FILE_LIMIT:,} bytes a file): publish it on the Hub alone"
+        )
     copied = []
     for suffix in SUFFIXES:
         file = weights.with_name(weights.stem + suffix)
@@ -399,15 +372,14 @@ def bundle(run: str | Path, folder: str | Path | None = None) -> list[Path]:
             metadata = json.loads(file.read_text(encoding="utf-8"))
             if not folder:
                 # the zoo's entry of this name takes precedence: the run does not know that it is canonical
-                metadata["canonical"] = canonical_keys({info.name: info} | dict(checkpoints(aliases=False)))[
-                    info.name
-                ]
+                every = {info.name: info} | dict(checkpoints(aliases=False))
+                metadata["canonical"] = canonical_keys(every)[info.name]
             write_atomically(into / file.name, _metadata_text(metadata))
         else:
             write_atomically(into / file.name, file.read_bytes())
         copied.append(into / file.name)
     if not folder:  # an earlier version may exist in either folder
-        ((large if target is small else small) / weights.name).unlink(missing_ok=True)
+        (other / weights.name).unlink(missing_ok=True)
     return copied
 
 

@@ -7,8 +7,6 @@ from typing import Any
 
 import yaml
 
-__all__ = ["YamlError", "read_yaml"]
-
 #: Maximum values of a tree, each anchor counted as often as it is used: 26 nested anchors of a kilobyte are 2**26
 #: mappings.
 MAX_VALUES = 100_000

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
-
-__all__ = ["NonFiniteDetector"]
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _tensors(item)
+from torch.utils._pytree import tree_leaves
 
 
 def _finite(value: Any) -> bool:
-    return all(bool(t.isfinite().all()) for t in _tensors(value) if t.is_floating_point())
+    tensors = (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.is_floating_point())
+    return all(bool(tensor.isfinite().all()) for tensor in tensors)
 
 
 class NonFiniteDetector:

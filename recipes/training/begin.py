@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -29,24 +30,15 @@ from .routing_probe import RoutingProbe
 from .run_folder import check_room, note_session, open_run, read_sessions, versions
 from .setup import create_feedback, create_net, create_optimizer, create_scheduler, start_sha256
 from .stages import Stage, stage_at, staged_data
-from .state import Run, TrainState, distribute, restore, save_state
+from .state import Run, TrainState, restore, save_state
 from .step import create_step, one_value_error
-
-__all__ = ["begin_run", "begin_stage", "training_engines"]
 
 
 def begin_run(run: Run) -> tuple[TrainState, RunLog]:
     """The state that the run resumes from, and its log."""
     with raise_on_all_ranks(run.accelerator):
         checkpoint, skipped = latest_checkpoint(run.out)
-        if checkpoint:
-            before = checkpoint.state["updates_per_epoch"]
-            if before != run.steps:
-                raise TrainingError(
-                    f"the run in {run.out} has {before} updates an epoch, {len(run.data.training):,} images make "
-                    f"{run.steps}: put the images back, or choose another --out"
-                )
-        elif read_records(run.out / "metrics.jsonl"):  # starting again would delete them
+        if checkpoint is None and read_records(run.out / "metrics.jsonl"):  # starting again would delete them
             raise TrainingError(
                 f"no checkpoint of the run in {run.out} can be read: put checkpoints/ back, or choose another --out"
             )
@@ -57,7 +49,7 @@ def begin_run(run: Run) -> tuple[TrainState, RunLog]:
         if run.main:
             open_run(run.recipe, run.out, run.lock)
             check_room(run.out, run.recipe, state.net)
-    distribute(run, state)
+    state.ddp_module, state.optimizer = run.accelerator.prepare(state.step_module, state.optimizer)
     with raise_on_all_ranks(run.accelerator):
         if checkpoint:
             restore(run, state, checkpoint)
@@ -101,6 +93,10 @@ def _introduce(run: Run, state: TrainState, log: RunLog, skipped: Sequence[str],
         + (f"; resumed at update {state.step:,}" if state.step else "")
         + (f" in {run.recipe.precision}, before in {before}" if before != run.recipe.precision else "")
     )
+    if run.recipe.precision == "bf16" and run.device.type == "cpu" and not _has_bf16_units():
+        log.say(
+            "note: this CPU has no fast units for bf16 (AMX or AVX512-BF16): --set precision=fp32 is faster here"
+        )
     if _normalises(state.net) and run.world > 1 and run.device.type != "cuda":
         log.say("note: on CPUs, BatchNorm uses the statistics of each process's own share of the batch")
     schedule = run.recipe.schedule
@@ -122,6 +118,13 @@ def _introduce(run: Run, state: TrainState, log: RunLog, skipped: Sequence[str],
         log.say(
             f"note: no epoch has cutout: data.augment.cutout_off_epochs is not below the {run.recipe.epochs} epochs"
         )
+
+
+def _has_bf16_units() -> bool:
+    """False for an x86 processor without fast units for bf16."""
+    checks = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
+    x86 = platform.machine().lower() in ("x86_64", "amd64")  # elsewhere they are always False
+    return not x86 or any(getattr(torch.cpu, name, lambda: False)() for name in checks)
 
 
 def _say_first_update(run: Run, state: TrainState, log: RunLog) -> None:
@@ -148,7 +151,7 @@ def begin_stage(run: Run, before: TrainState, log: RunLog) -> TrainState:
     if run.recipe.compile:
         torch._dynamo.reset()  # else the next size would be compiled with dynamic shapes
     state = _create_state(run, stage_at(run.recipe, before.step // run.steps), initial=False)
-    distribute(run, state)
+    state.ddp_module, state.optimizer = run.accelerator.prepare(state.step_module, state.optimizer)
     restore(run, state, checkpoint)
     state.saved_step, state.next_sync = state.step, state.step + 1
     log.say(f"stage {state.stage.number + 1}: images of {'x'.join(map(str, state.batches.target))} pixels")
@@ -190,29 +193,24 @@ def _create_state(run: Run, stage: Stage, initial: bool) -> TrainState:
         held_out = Batches(validation.to(device), _validation_batch(run, net, validation), **shares)
     if _normalises(net) and run.world > 1 and device.type == "cuda":
         net = convert_sync_batchnorm(net)  # statistics of the whole batch, as on one GPU
-    ema = ModelEmaV3(net, decay=recipe.ema_decay, use_warmup=True) if recipe.ema_decay else None
     feedback = create_feedback(recipe, net)
     optimizer = create_optimizer(recipe, net, feedback)
     measure = "val_recall" if recipe.data.balance else "val_top1"
-    best = BestEpoch(recipe.early_stop, measure) if recipe.early_stop else None
     step_module = create_step(recipe, net, feedback, training.spec.multi_label)
-    scheduler = create_scheduler(recipe, optimizer, run.steps)
-    probe = None
-    if recipe.routing_images and run.main:
-        probe = RoutingProbe(recipe, net, validation.to(device))
+    probed = recipe.routing_images and run.main
     return TrainState(
         stage=stage,
         batches=batches,
         held_out=held_out,
         net=net,
-        ema=ema,
+        ema=ModelEmaV3(net, decay=recipe.ema_decay, use_warmup=True) if recipe.ema_decay else None,
         feedback=feedback,
-        best=best,
+        best=BestEpoch(recipe.early_stop, measure) if recipe.early_stop else None,
         step_module=step_module,
         ddp_module=step_module,
         optimizer=optimizer,
-        scheduler=scheduler,
-        probe=probe,
+        scheduler=create_scheduler(recipe, optimizer, run.steps),
+        probe=RoutingProbe(recipe, net, validation.to(device)) if probed else None,
         sums=torch.zeros(3, dtype=torch.float64, device=device),
     )
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import math
 import re
 import shutil
 from collections.abc import Iterator, Mapping
@@ -21,25 +20,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors.torch import load_file
 from safetensors.torch import save as to_safetensors
 from torch import Tensor
 
 from capszoo._pretrained.files import sha256_of
 from capszoo._utils.files import replacing, write_atomically
+from capszoo.metadata import first_complaint
 
-__all__ = [
-    "Checkpoint",
-    "check_position",
-    "checkpoint_folders",
-    "latest_checkpoint",
-    "room_missing",
-    "save_checkpoint",
-    "step_of",
-    "threads_of_run",
-    "write_safetensors",
-]
-
+#: Number of checkpoints of a run.
 KEEP = 2
 
 
@@ -80,9 +70,8 @@ def save_checkpoint(
 ) -> Path:
     """Write the checkpoint of ``step``, delete all but the newest ones, and return its folder."""
     target = run / "checkpoints" / f"step-{step:08d}"
-    with replacing(
-        target, folder=True
-    ) as work:  # one of the same position, after a resume, has the same content
+    # one of the same position, after a resume, has the same content
+    with replacing(target, folder=True) as work:
         digests = {}
         # Written by Python, not by the libraries: a full disk is then an OSError with a clear message.
         for name, content in _contents(weights, optimizer):
@@ -110,32 +99,33 @@ def step_of(folder: Path) -> int:
     return int(folder.name.removeprefix("step-"))
 
 
-def check_position(state: Any) -> None:
-    """Raise ``ValueError`` if the position in a run lacks a value to resume from, or has one of another type."""
-    if not isinstance(state, dict):
-        raise ValueError("the position of the run is no object")
-    step: Any = state.get("step")
-    seconds: Any = state.get("seconds")
-    sums: Any = state.get("sums")
-    images: Any = state.get("images")
-    right = {  # by type: `true` is an int
-        "step": type(step) is int and step >= 0,
-        "updates_per_epoch": type(state.get("updates_per_epoch")) is int,
-        "seconds": type(seconds) in (int, float) and 0 <= seconds < math.inf,
-        "sums": isinstance(sums, list) and [type(value) in (int, float) for value in sums] == [True] * 3,
-        "images": isinstance(images, dict) and all(type(count) is int for count in images.values()),
-    }
-    for key, valid in right.items():
-        if not valid:
-            raise ValueError(f"the position of the run states the {key} {str(state.get(key))[:60]}")
+class _Position(BaseModel):
+    """What a ``state.json`` must state, by type: ``true`` is no number."""
+
+    model_config = ConfigDict(strict=True)
+
+    step: int = Field(ge=0)
+    seconds: float = Field(ge=0, allow_inf_nan=False)
+    sums: list[float] = Field(min_length=3, max_length=3)
+    images: dict[str, int]
+    threads: int | None = Field(None, ge=1)
+    files: dict[str, str]
+
+
+def _read_position(folder: Path) -> dict[str, Any]:
+    state: dict[str, Any] = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+    try:
+        _Position.model_validate(state)
+    except ValidationError as error:
+        raise ValueError(f"state.json: {': '.join(first_complaint(error))}") from error
+    return state
 
 
 def _read(folder: Path) -> Checkpoint:
     """Read a checkpoint and verify its checksums; raises many kinds of errors for a damaged one."""
-    state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-    check_position(state)
-    files = state.get("files")
-    if not isinstance(files, dict) or not {"model.safetensors", "optimizer.pt"} <= files.keys():
+    state = _read_position(folder)
+    files = state["files"]
+    if not {"model.safetensors", "optimizer.pt"} <= files.keys():
         raise ValueError("state.json does not name the files of a checkpoint")
     for name, digest in files.items():
         if Path(name).name != name or sha256_of(folder / name) != digest:
@@ -162,18 +152,9 @@ def latest_checkpoint(run: Path) -> tuple[Checkpoint | None, list[str]]:
     return None, skipped
 
 
-def threads_of_run(run: Path) -> int | None:
-    """CPU threads used for the newest checkpoint: floating-point sums depend on their number."""
+def newest_position(run: Path) -> dict[str, Any]:
+    """The newest position in a run that can be read, without its files; empty if there is none."""
     for folder in reversed(checkpoint_folders(run)):
-        with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
-            return int(json.loads((folder / "state.json").read_text(encoding="utf-8"))["threads"])
-    return None
-
-
-def room_missing(run: Path, checkpoint_bytes: int) -> int:
-    """Bytes missing on the disk for a run whose checkpoints take ``checkpoint_bytes`` each; 0 if there is room.
-
-    There must be room for one more than are kept, because the oldest is deleted after the newest is written.
-    """
-    held = sum(path.stat().st_size for path in (run / "checkpoints").rglob("*") if path.is_file())
-    return max(0, checkpoint_bytes * (KEEP + 1) - held - shutil.disk_usage(run).free)
+        with suppress(OSError, ValueError, RecursionError):
+            return _read_position(folder)
+    return {}

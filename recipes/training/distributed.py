@@ -24,36 +24,14 @@ try:
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, PartialState
     from accelerate.tracking import get_available_trackers
-    from accelerate.utils import DistributedType, GradientAccumulationPlugin, gather_object, set_seed
+    from accelerate.utils import DistributedType, GradientAccumulationPlugin, gather_object
+    from accelerate.utils import set_seed as set_seed
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(f"training needs accelerate: {install_hint('train')}") from error
-
-__all__ = [
-    "PeerLost",
-    "StopRequest",
-    "Stopped",
-    "TrainingError",
-    "accelerator_for",
-    "gather_object",
-    "is_lost_peer",
-    "raise_on_all_ranks",
-    "set_seed",
-    "sync_error",
-]
 
 
 class TrainingError(CapszooError, RuntimeError):
     """Training cannot start or continue; the message is one line with the reason and the remedy."""
-
-
-class PeerLost(TrainingError):
-    """Another process of the run ended without an error message."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            "another process of this run has ended: its own message says why; the same command resumes "
-            "from the last checkpoint"
-        )
 
 
 def is_lost_peer(error: RuntimeError) -> bool:
@@ -69,17 +47,6 @@ class Stopped(TrainingError):
     def __init__(self, message: str, number: int) -> None:
         super().__init__(message)
         self.exit_code = 128 + number  # the convention of shells and schedulers
-
-
-def _destroy_group_at_exit(accelerator: Accelerator) -> None:
-    """Destroy the process group before the interpreter exits.
-
-    Otherwise its threads are still running during the clean-up of the process, which occasionally aborts it
-    (SIGABRT, "terminate called without an active exception"), and the launcher reports a finished run as failed. The
-    group outlives a run, because later runs of the process reuse it.
-    """
-    if accelerator.num_processes > 1:
-        atexit.register(accelerator.state.destroy_process_group)  # no effect if called twice
 
 
 def _trackers(names: Sequence[str]) -> list[str]:
@@ -103,7 +70,6 @@ def accelerator_for(recipe: Recipe, cpu: bool, log_with: Sequence[str] = ()) -> 
     The device too, but for the process group of several processes, which outlives a run.
     """
     precision = "no" if recipe.precision == "fp32" else recipe.precision
-    unfit = f"precision {recipe.precision} does not work on this device"
     # losses are summed in float64, which MPS does not have; Accelerate would select it
     cpu = cpu or torch.backends.mps.is_available()
     try:
@@ -123,11 +89,17 @@ def accelerator_for(recipe: Recipe, cpu: bool, log_with: Sequence[str] = ()) -> 
                 f"Accelerate is set to {accelerator.distributed_type.value}, which recipes do not use: "
                 "launch plain processes, with `accelerate launch --multi_gpu` or torchrun"
             )
-        _destroy_group_at_exit(accelerator)
+        if accelerator.num_processes > 1:
+            # Otherwise the group's threads are still running during the clean-up of the process, which occasionally
+            # aborts it (SIGABRT, "terminate called without an active exception"), and the launcher reports a finished
+            # run as failed. The group outlives a run: later runs of the process reuse it.
+            atexit.register(accelerator.state.destroy_process_group)  # no effect if called twice
         yield accelerator
     except ValueError as error:
         if "mixed precision" in str(error):
-            raise TrainingError(f"{unfit} ({error}): use bf16 or fp32") from error
+            raise TrainingError(
+                f"precision {recipe.precision} does not work on this device ({error}): use bf16 or fp32"
+            ) from error
         raise
     finally:
         alone = PartialState._shared_state.get("num_processes", 1) == 1
@@ -171,12 +143,6 @@ def raise_on_all_ranks(accelerator: Accelerator) -> Iterator[None]:
 _HANGUP = getattr(signal, "SIGHUP", None)
 
 
-def _stop_signals() -> list[int]:
-    if _HANGUP is None or signal.getsignal(_HANGUP) == signal.SIG_IGN:
-        return [signal.SIGINT, signal.SIGTERM]
-    return [signal.SIGINT, signal.SIGTERM, _HANGUP]
-
-
 def _leave_terminal() -> None:
     """Send what is printed from now on nowhere, where it went to the terminal that is closed: writing there fails."""
     with open(os.devnull, "wb") as nowhere:
@@ -203,7 +169,8 @@ class StopRequest:
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():  # other threads allow no handlers
-            for number in _stop_signals():
+            hangup = [] if _HANGUP is None or signal.getsignal(_HANGUP) == signal.SIG_IGN else [_HANGUP]
+            for number in (signal.SIGINT, signal.SIGTERM, *hangup):
                 self._before[number] = signal.signal(number, self._note)
         return self
 

@@ -7,8 +7,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["BestEpoch"]
-
 
 class BestEpoch:
     """The weights of the epoch that is best on the validation images; of equally good ones, the latest.
@@ -55,7 +53,5 @@ class BestEpoch:
 
     def restore(self, state: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
         """Restore the state from a checkpoint; an empty state is the initial one."""
-        self.top1 = state.get("top1", float("-inf"))
-        self.score = state.get("score", float("-inf"))
-        self.epoch, self.risen = state.get("epoch", 0), state.get("risen", 0)
+        vars(self).update(state)
         self.weights = dict(weights)

@@ -13,16 +13,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from capszoo._utils.devices import default_device
 from capszoo._utils.process import keep_freed_memory
 from capszoo.data import DataError, DatasetSpec, dataset_spec
 from capszoo.data.specs import both_sides
-from capszoo.models._feedback import FeedbackAgreement
 
 from ..config import Recipe, RecipeError
 from .setup import create_feedback, create_net, create_optimizer, memory_layout
 from .step import TrainStep, create_step
-
-__all__ = ["Estimate", "estimate", "first_update"]
 
 #: Number of timed updates, after one untimed update.
 TIMED = 2
@@ -70,12 +68,10 @@ def estimate(recipe: Recipe, cpu: bool = False, threads: int | None = None) -> E
     """
     threads_before = torch.get_num_threads()
     try:
-        if threads:
-            torch.set_num_threads(threads)
-        return _estimate(recipe, torch.device("cuda" if torch.cuda.is_available() and not cpu else "cpu"))
+        torch.set_num_threads(threads or threads_before)
+        return _estimate(recipe, torch.device("cpu") if cpu else default_device())
     finally:
-        if threads:
-            torch.set_num_threads(threads_before)
+        torch.set_num_threads(threads_before)
 
 
 def _estimate(recipe: Recipe, device: torch.device) -> Estimate:
@@ -95,7 +91,8 @@ def _estimate(recipe: Recipe, device: torch.device) -> Estimate:
     torch.manual_seed(recipe.seed)
     net = create_net(recipe, spec).to(device).to(memory_format=memory_layout(recipe))  # type: ignore[call-overload]
     feedback = create_feedback(recipe, net)
-    step = _plain_step(recipe, net, feedback, spec)
+    plain = recipe.model_copy(update={"compile": False})
+    step = create_step(plain, net, feedback, spec.multi_label).train()
     optimizer = create_optimizer(recipe, net, feedback)
     part = recipe.batch_size // recipe.accumulate
     seconds = 0.0
@@ -128,7 +125,7 @@ def first_update(recipe: Recipe, net: nn.Module, spec: DatasetSpec) -> float | N
         return None
     with torch.random.fork_rng(devices=[]):
         net = copy.deepcopy(net)
-        step = _plain_step(recipe, net, create_feedback(recipe, net), spec)
+        step = create_step(recipe, net, create_feedback(recipe, net), spec.multi_label).train()
 
         def seconds(images: int) -> float:
             start = time.perf_counter()
@@ -137,20 +134,12 @@ def first_update(recipe: Recipe, net: nn.Module, spec: DatasetSpec) -> float | N
 
         seconds(FEW[0])  # an engine's first call may compile it
         few = seconds(FEW[0])
-        if (
-            few / FEW[0] * recipe.batch_size < SLOW
-        ):  # what all updates cost alike is counted for each image here
+        # what all updates cost alike is counted for each image here
+        if few / FEW[0] * recipe.batch_size < SLOW:
             return None
         a_image = max(0.0, seconds(FEW[1]) - few) / (FEW[1] - FEW[0])
     total = few + a_image * (recipe.batch_size - FEW[0])
     return total if total >= SLOW else None
-
-
-def _plain_step(
-    recipe: Recipe, net: nn.Module, feedback: FeedbackAgreement | None, spec: DatasetSpec
-) -> TrainStep:
-    plain = recipe.model_copy(update={"compile": False})
-    return create_step(plain, net, feedback, spec.multi_label).train()
 
 
 def _gradients(recipe: Recipe, step: TrainStep, spec: DatasetSpec, count: int, device: torch.device) -> None:

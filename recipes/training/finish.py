@@ -15,13 +15,10 @@ from capszoo.data import Batches, DatasetSpec, ImageSet
 from ..evaluate import evaluate
 from ..evaluation.metrics import recall_line
 from ..weights import GOLDEN_IMAGES, finished_metadata, write_weights
-from .checkpoints import latest_checkpoint
 from .distributed import TrainingError, raise_on_all_ranks
 from .log import RunLog, accuracy_line, weights_line
 from .run_folder import read_sessions, versions
 from .state import Run, TrainState
-
-__all__ = ["finish_run", "result_of_finished"]
 
 #: Factor of the recall of guessing, below which a network has hardly learned.
 GUESSING = 1.2
@@ -33,16 +30,8 @@ def result_of_finished(run: Run) -> dict[str, Any] | None:
     measured = (metadata or {}).get("metrics", {})
     if metadata is None or (run.data.test is not None) != ("test" in measured):
         return None
-    checkpoint, _ = latest_checkpoint(run.out)
-    # checkpoints may be deleted, not imported, or older than imported weights; `check_run` compared the recipes
-    epochs = metadata.get("history", {}).get("epoch")
-    step = int(epochs[-1]) * run.steps if epochs else 0
-    if checkpoint is not None:
-        step = max(step, int(checkpoint.state["step"]))
-    elif not epochs:
-        step = run.total
-    if step < run.total and not run.recipe.early_stop:
-        return None
+    # checkpoints may be deleted; `check_run` compared the recipes
+    epoch = int(metadata.get("history", {}).get("epoch", [run.recipe.epochs])[-1])
     weights = run.out / f"{metadata['architecture']}.{metadata['tag']}.safetensors"
     if sha256_of(weights) != metadata["sha256"]:
         return None
@@ -51,8 +40,8 @@ def result_of_finished(run: Run) -> dict[str, Any] | None:
     for split in ("validation", "test"):
         if split in measured:
             print(accuracy_line(split, run.data.training.spec.accuracy, measured[split]))
-    epoch = step // run.steps
-    return {"out": run.out, "finished": True, "step": step, "epoch": epoch, "weights": weights, **measured}
+    result = {"out": run.out, "finished": True, "step": epoch * run.steps, "epoch": epoch}
+    return result | {"weights": weights, **measured}
 
 
 def finish_run(run: Run, state: TrainState, log: RunLog) -> dict[str, Any]:

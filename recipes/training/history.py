@@ -20,7 +20,6 @@ from .checkpoints import checkpoint_folders, step_of
 
 _logger = logging.getLogger("capszoo.training")
 
-__all__ = ["find_runs", "history_of", "read_records", "records_of", "trained_images"]
 
 #: Keys of an epoch's record that are stored with the weights; the seconds of training are for time to accuracy.
 KEPT = ("epoch", "lr", "train_loss", "train_top1", "val_top1", "val_recall", "seconds")
@@ -115,11 +114,10 @@ def find_runs(names: Sequence[str | Path]) -> dict[str, list[dict[str, Any]]]:
 
 def trained_images(run: Path) -> int:
     """Training images up to the newest checkpoint or the last complete epoch of a run's folder; 0 without either."""
-    file = run / "recipe.yaml"
     try:
-        batch = _batch_size(file) if file.is_file() else 0
+        batch = _batch_size(run / "recipe.yaml")
     except (CapszooError, OSError):
-        return 0  # damaged: the run itself says so
+        return 0  # absent, or damaged: the run itself says so
     epochs = [record["step"] for record in read_records(run / "metrics.jsonl")]
     saved = [step_of(folder) for folder in checkpoint_folders(run)]
     return batch * max([0, *epochs, *saved])
@@ -134,10 +132,6 @@ def _records(name: str) -> list[dict[str, Any]]:
             f"{name}: neither the folder of a run nor a checkpoint of the zoo",
             "give the folder that capszoo train --out wrote",
         )
-    return _folder_records(folder)
-
-
-def _folder_records(folder: Path) -> list[dict[str, Any]]:
     batch, file = _batch_size(folder / "recipe.yaml"), folder / "metrics.jsonl"
     records = read_records(file)
     for number, record in enumerate(records, 1):

@@ -41,7 +41,6 @@ except ModuleNotFoundError as error:
         f"training needs matplotlib and tensorboard: {install_hint('train')}"
     ) from error
 
-__all__ = ["RunLog", "accuracy_line", "epoch_line", "setback_line", "weights_line"]
 
 SECONDS_BETWEEN_LINES = 60
 #: factor of the training loss, and points of training accuracy, that an epoch loses in a setback
@@ -187,9 +186,11 @@ class RunLog:
                 f"{names} cannot start: {first_line(error)}", "log in to it, or leave --log-with out"
             ) from error
 
-    def _track(self, values: Mapping[str, Any], step: int) -> None:
+    def _scalars(self, values: dict[str, Any], step: int) -> None:
+        for key, value in values.items():
+            self.events.add_scalar(key, value, step)
         if self.accelerator is not None:
-            self.accelerator.log(dict(values), step=step)
+            self.accelerator.log(values, step=step)
 
     def _forget_after(self, step: int) -> None:
         if self.metrics.is_file():
@@ -221,10 +222,8 @@ class RunLog:
             for key, value in record.items()
             if key not in ("epoch", "step", "routing", "val_right") and value is not None
         }
-        for key, value in scalars.items():
-            self.events.add_scalar(key, value, record["step"])
+        self._scalars(scalars, record["step"])
         self.events.flush()
-        self._track(scalars, record["step"])
         if last or time.monotonic() - self.drawn > SECONDS_BETWEEN_CURVES:
             draw_curves(self.out / "curves.png", self.out.name, self.records())
             self.drawn = time.monotonic()
@@ -233,10 +232,7 @@ class RunLog:
         """Log the mean loss since the last call and move the bar; without a terminal, print one line a minute."""
         if not self.active:
             return
-        scalars = {"update/loss": loss, "update/lr": lr, "update/images_per_s": rate}
-        for key, value in scalars.items():
-            self.events.add_scalar(key, value, step)
-        self._track(scalars, step)
+        self._scalars({"update/loss": loss, "update/lr": lr, "update/images_per_s": rate}, step)
         note = f"{note}  loss {loss:.4f}  {rate:.0f} images/s"
         self.progress.update(self.task, completed=step, note=note)
         if not self.console.is_terminal and time.monotonic() - self.shown > SECONDS_BETWEEN_LINES:

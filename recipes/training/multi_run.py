@@ -22,17 +22,15 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from capszoo._utils.files import not_writable, write_atomically
+from capszoo._utils.files import write_atomically
 from capszoo._utils.process import is_quiet
 from capszoo.data.folders.common import usable_cores
 
-from ..config import Recipe, RecipeError, load_recipe
+from ..config import RecipeError, load_recipe
 from ..weights import amend_metadata, finished_metadata, finished_run, images_sha256, seeds_summary
 from .distributed import Stopped, StopRequest, TrainingError
 from .history import trained_images
 from .run_folder import check_run
-
-__all__ = ["Job", "run_jobs", "train_arguments", "train_seeds", "train_together"]
 
 LOOK_SECONDS = 0.5
 
@@ -96,6 +94,7 @@ def _table(processes: list[_Process]) -> Table:
 
 def _start(job: Job, environment: dict[str, str]) -> _Process:
     command = [sys.executable, "-m", "capszoo", "train", job.recipe, "--out", str(job.out)]
+    job.out.parent.mkdir(parents=True, exist_ok=True)
     with job.log.open("ab") as file:
         # A separate session, so that Ctrl-C reaches a run only once, from this process.
         process = subprocess.Popen(
@@ -112,20 +111,15 @@ def run_jobs(jobs: Sequence[Job], parallel: int | None = None) -> None:
         parallel: number of simultaneous runs, which share the CPU's cores; None: all.
 
     Raises:
-        Stopped: a signal came. TrainingError: a run failed, or a folder cannot be written. Both are raised after the
+        Stopped: a signal came. TrainingError: a run failed, or its folder cannot be written. Both are raised after the
             other runs have ended or saved a checkpoint.
     """
     parallel = min(parallel or len(jobs), len(jobs))
-    for job in jobs:
-        try:
-            job.out.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise TrainingError(not_writable(job.out.parent, error)) from error
     # Each run gets its share of the cores; otherwise all would use all of them and wait for each other.
     threads = str(max(1, usable_cores() // max(parallel, 1)))
     defaults = {"OMP_NUM_THREADS": threads, "TORCHINDUCTOR_COMPILE_THREADS": threads}
     environment = {**defaults, **os.environ, "PYTHONUNBUFFERED": "1"}
-    console = Console(quiet=is_quiet(), highlight=False, emoji=False)
+    console = Console(quiet=is_quiet(), highlight=False, emoji=False, markup=False)
     waiting, processes, unstarted = list(jobs), list[_Process](), list[str]()
     began, images = time.monotonic(), _images(jobs)
     with StopRequest() as stop, Live(console=console, auto_refresh=False, transient=True) as live:
@@ -134,9 +128,7 @@ def run_jobs(jobs: Sequence[Job], parallel: int | None = None) -> None:
             while waiting or any(process.running for process in processes):
                 if stop.number and not stopping:
                     stopping, waiting = True, []
-                    console.print(
-                        "stopping: each run finishes its current update and saves a checkpoint", markup=False
-                    )
+                    console.print("stopping: each run finishes its current update and saves a checkpoint")
                     for process in processes:
                         if process.running:
                             process.process.send_signal(signal.SIGTERM)
@@ -150,9 +142,7 @@ def run_jobs(jobs: Sequence[Job], parallel: int | None = None) -> None:
                     except OSError as error:
                         unstarted.append(f"cannot start {job.out.name}: {job.log}: {error.strerror or error}")
                         continue
-                    console.print(
-                        f"{job.out.name}: started, printing to {job.log}", soft_wrap=True, markup=False
-                    )
+                    console.print(f"{job.out.name}: started, printing to {job.log}", soft_wrap=True)
                 _tell(processes, console)
                 if console.is_terminal:
                     live.update(_table(processes), refresh=True)
@@ -161,7 +151,10 @@ def run_jobs(jobs: Sequence[Job], parallel: int | None = None) -> None:
             # a second Ctrl-C, or an error of ours: leave no process running
             _kill(processes)
     _tell(processes, console)
-    _tell_rate(console, _images(jobs) - images, time.monotonic() - began)
+    images, seconds = _images(jobs) - images, time.monotonic() - began
+    if images > 0:  # a single run's rate says little where runs share a device
+        rate = f"{images:,} images in {seconds:,.0f} s: {images / seconds:,.0f} images/s"
+        console.print(f"{rate} over all runs, start, validation and evaluation included", soft_wrap=True)
     failed = [
         process.job.out.name
         for process in processes
@@ -194,26 +187,11 @@ def _tell(processes: list[_Process], console: Any) -> None:
     for process in processes:
         if not process.running and not process.told:
             process.told = True
-            console.print(
-                f"{process.job.out.name}: {process.state}: {process.last_line()}",
-                soft_wrap=True,
-                markup=False,
-            )
+            console.print(f"{process.job.out.name}: {process.state}: {process.last_line()}", soft_wrap=True)
 
 
 def _images(jobs: Sequence[Job]) -> int:
     return sum(trained_images(job.out) for job in jobs)
-
-
-def _tell_rate(console: Any, images: int, seconds: float) -> None:
-    """Report what all runs together trained on: a single run's rate says little where runs share a device."""
-    if images > 0:
-        console.print(
-            f"{images:,} images in {seconds:,.0f} s: {images / seconds:,.0f} images/s over all "
-            "runs, start, validation and evaluation included",
-            soft_wrap=True,
-            markup=False,
-        )
 
 
 def train_arguments(
@@ -286,11 +264,16 @@ def train_seeds(
         raise RecipeError(f"--seeds takes different numbers, e.g. 0,1,2; got {','.join(map(str, seeds))}")
     if any(override.partition("=")[0] == "seed" for override in overrides or ()):
         raise RecipeError("--seeds and --seed (or --set seed=) both set the seed: give one of them")
-    resolved: Recipe = load_recipe(recipe, overrides, profile)
+    resolved = load_recipe(recipe, overrides, profile)
     parent = Path(out) if out else Path("runs")
     folders = {seed: parent / f"{resolved.name}.seed{seed}" for seed in seeds}
-    for seed, folder in folders.items():  # an earlier run with other settings is no run of this recipe
+
+    def check(seed: int, folder: Path) -> None:
+        """Refuse a run with other settings: it is no run of this recipe."""
         check_run(load_recipe(recipe, [*(overrides or ()), f"seed={seed}"], profile), folder, resume=True)
+
+    for seed, folder in folders.items():
+        check(seed, folder)
     arguments = train_arguments(overrides, data, cpu, profile)
     open_runs = [
         Job(recipe, folder, (*arguments, "--set", f"seed={seed}"))
@@ -299,11 +282,7 @@ def train_seeds(
     ]
     if open_runs:
         run_jobs(open_runs, parallel)
-    runs = {seed: finished_metadata(folder) for seed, folder in folders.items()}
-    missing = [str(folders[seed]) for seed, info in runs.items() if info is None]
-    if missing:
-        raise TrainingError(f"{missing[0]} holds no finished run: the same command resumes it")
-    finished = {seed: info for seed, info in runs.items() if info is not None}
+    finished = {seed: finished_metadata(folder) or {} for seed, folder in folders.items()}
     images = images_sha256(finished[seeds[0]])
     other = next((seed for seed in finished if images_sha256(finished[seed]) != images), None)
     if other is not None:
@@ -314,15 +293,10 @@ def train_seeds(
     for folder in parent.glob(f"{resolved.name}.seed*"):
         number = folder.name.removeprefix(f"{resolved.name}.seed")
         info = finished_metadata(folder) if number.isdecimal() and int(number) not in folders else None
-        if info is None:
-            continue
-        seed = int(number)
-        if images_sha256(info) != images:
-            continue  # trained on others
-        with suppress(TrainingError):  # other settings: no run of this recipe
-            wanted = load_recipe(recipe, [*(overrides or ()), f"seed={seed}"], profile)
-            check_run(wanted, folder, resume=True)
-            finished[seed], folders[seed] = info, folder
+        if info and images_sha256(info) == images:
+            with suppress(TrainingError):
+                check(int(number), folder)
+                finished[int(number)], folders[int(number)] = info, folder
     summary = seeds_summary(resolved.name, dict(sorted(finished.items())), resolved.epochs)
     for folder in folders.values():
         amend_metadata(finished_run(folder), seeds=summary)

@@ -17,8 +17,6 @@ from capszoo.explain.routing_stats import routing_stats
 
 from ..config import Recipe, RecipeError
 
-__all__ = ["RoutingProbe"]
-
 
 class RoutingProbe:
     """Measure a net's routing on the first ``recipe.routing_images`` validation images.

@@ -9,8 +9,8 @@ import shlex
 import shutil
 import socket
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -32,26 +32,8 @@ from capszoo.errors import CapszooError
 
 from ..config import DERIVED_KEYS, MACHINE_KEYS, NEUTRAL_KEYS, Recipe
 from ..yaml_tree import YamlError, read_yaml
-from .checkpoints import checkpoint_folders, room_missing
+from .checkpoints import KEEP, checkpoint_folders, newest_position
 from .distributed import TrainingError
-
-__all__ = [
-    "LOCK",
-    "FolderBefore",
-    "RunLock",
-    "check_counts",
-    "check_data",
-    "check_room",
-    "check_run",
-    "closing_lock",
-    "compared_settings",
-    "first_difference",
-    "is_unused",
-    "note_session",
-    "open_run",
-    "read_sessions",
-    "versions",
-]
 
 #: Lock file in a run's folder, held by the process that trains into it.
 LOCK = ".lock"
@@ -71,18 +53,13 @@ def check_run(recipe: Recipe, out: Path, resume: bool) -> None:
         return
     if not resume:
         raise TrainingError(f"{out} already holds a run: choose another --out, or resume it")
+    old, reason = None, "it holds no recipe"
     try:
         old = read_yaml(before.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, YamlError) as error:
-        raise TrainingError(
-            f"cannot read {before}: {getattr(error, 'strerror', None) or 'damaged'}: "
-            "restore it, or choose another --out"
-        ) from error
+        reason = getattr(error, "strerror", None) or "damaged"
     if not isinstance(old, dict) or not old:
-        raise TrainingError(
-            f"{before} holds no recipe, so that the run cannot be told from another: put the file back, "
-            "or choose another --out"
-        )
+        raise TrainingError(f"cannot read {before}: {reason}: put it back, or choose another --out")
     with suppress(ValueError):  # a run of an earlier version lacks newer keys
         old = Recipe.model_validate(old).model_dump(mode="json")
     wanted_recipe = recipe.model_dump(mode="json")
@@ -130,13 +107,9 @@ def check_counts(out: Path, counts: Mapping[str, int]) -> None:
     Raises:
         TrainingError: the numbers differ; the message names the split.
     """
-    before: Any = {}
-    for folder in reversed(checkpoint_folders(out)):
-        with suppress(OSError, ValueError, TypeError, AttributeError):
-            before = json.loads((folder / "state.json").read_text(encoding="utf-8")).get("images", {})
-            break
+    before = newest_position(out).get("images", {})
     for split, now in counts.items():
-        was = before.get(split, now) if isinstance(before, dict) else now
+        was = before.get(split, now)
         if split != "test" and was != now:
             raise TrainingError(
                 f"the run in {out} has {was:,} images of {split}, now there are {now:,}: put the images back, "
@@ -225,21 +198,11 @@ class RunLock:
         file.flush()
         self._file, self.acquired = file, True
 
-    def release(self) -> None:
+    def close(self) -> None:
         """Release the lock, if it is held."""
         if self._file is not None:
             self._file.close()
             self._file = None
-
-
-@contextmanager
-def closing_lock(out: Path) -> Iterator[RunLock]:
-    """A lock that is not acquired yet, and is released at the end."""
-    lock = RunLock(out)
-    try:
-        yield lock
-    finally:
-        lock.release()
 
 
 def check_data(out: Path, fingerprints: Mapping[str, str], accept: bool = False) -> None:
@@ -329,7 +292,10 @@ def check_room(out: Path, recipe: Recipe, net: nn.Module) -> None:
     # the moving average, the best epoch's weights
     copies = 1 + (recipe.ema_decay is not None) + (recipe.early_stop is not None)
     needed = weights * copies + moments
-    if missing := room_missing(out, needed):
+    # one more than are kept, because the oldest is deleted after the newest is written
+    held = sum(path.stat().st_size for path in (out / "checkpoints").rglob("*") if path.is_file())
+    missing = needed * (KEEP + 1) - held - shutil.disk_usage(out).free
+    if missing > 0:
         raise TrainingError(
             f"no room for checkpoints of about {needed / 1e6:,.2f} MB in {out}: "
             f"{missing / 1e6:,.2f} MB more must be free; make room or choose another --out"

@@ -17,7 +17,7 @@ from timm.scheduler.scheduler import Scheduler
 from timm.scheduler.step_lr import StepLRScheduler
 from torch import nn
 
-from capszoo.checkpoint import resolve
+from capszoo.checkpoint import Checkpoint, resolve
 from capszoo.data import (
     DATASETS,
     PREFIXES,
@@ -38,21 +38,6 @@ from capszoo.models._feedback import FeedbackAgreement, encapnet_feedback
 
 from ..config import BACKBONE, DATA_ARGS, DataConfig, Recipe, RecipeError
 from ..evaluation.target import create_for
-
-__all__ = [
-    "RunData",
-    "check_classes",
-    "create_feedback",
-    "create_net",
-    "create_optimizer",
-    "create_scheduler",
-    "memory_layout",
-    "framing_of",
-    "load_data",
-    "read_split",
-    "start_sha256",
-]
-
 
 _logger = logging.getLogger(__name__)
 
@@ -160,12 +145,13 @@ def load_data(
     else:
         stratified = settings.validation == "stratified"
         training, validation = split_validation(whole, settings.val_size, settings.val_seed, stratified)
-    by_split = {"train": whole, "val": validation if settings.validation == "own" else None, "test": test}
-    check_classes({split: part for split, part in by_split.items() if part is not None})
+    splits = {"train": whole, "val": validation if settings.validation == "own" else None, "test": test}
+    parts = {split: part for split, part in splits.items() if part is not None}
+    check_classes(parts)
     if settings.limit:
         training = training.subset(_limited(len(training), settings))
-    fingerprints = {split: part.fingerprint() for split, part in by_split.items() if part is not None}
-    same = by_split["val"] is not None and fingerprints["val"] == fingerprints.get("test")
+    fingerprints = {split: part.fingerprint() for split, part in parts.items()}
+    same = "val" in parts and fingerprints["val"] == fingerprints.get("test")
     # the fingerprint of a streamed set is that of its labels: both splits may have the same ones
     if same and not (
         settings.name.startswith(tuple(PREFIXES)) and "test" in find_splits(settings.name, data)
@@ -173,7 +159,7 @@ def load_data(
         raise DataError(
             f"{settings.name} has no test split besides val, which may choose the epoch: set data.test=false"
         )
-    counts = {split: len(part) for split, part in by_split.items() if part is not None}
+    counts = {split: len(part) for split, part in parts.items()}
     return RunData(training, validation, test, fingerprints, tuple(skipped), counts)
 
 
@@ -228,52 +214,53 @@ def create_net(recipe: Recipe, spec: DatasetSpec, initial: bool = True) -> nn.Mo
 
     ``initial=False`` does not load the weights of ``recipe.init``: a resumed run does not need them.
     """
-    init = recipe.init
+    init, source, create = recipe.init, None, None
+    args = dict(recipe.model_args)
     try:
-        if init is None or not initial:
-            net = create_for(recipe.arch, spec.num_classes, spec.input_size, recipe.model_args)
-            if init is not None:
-                _freeze(recipe, net, init.freeze)
-            return net
-        if init.weights.startswith(BACKBONE):
+        if init is not None and initial and init.weights.startswith(BACKBONE):
             # without it, the trained weights would be read as the default backbone's
-            if "backbone" not in recipe.model_args:
+            if "backbone" not in args:
                 raise RecipeError(
                     f"{recipe.name}: set model_args.backbone: the architecture of {init.weights}"
                 )
-            args = {"backbone": init.weights.removeprefix(BACKBONE), "backbone_pretrained": True}
-            net = create_for(recipe.arch, spec.num_classes, spec.input_size, {**recipe.model_args, **args})
-            _freeze(recipe, net, init.freeze)
-            return net.train()
-        source = resolve(init.weights)
-        load = partial(source.create, device="cpu")
-        net = create_for(recipe.arch, spec.num_classes, spec.input_size, recipe.model_args, create=load)
+            args |= {"backbone": init.weights.removeprefix(BACKBONE), "backbone_pretrained": True}
+        elif init is not None and initial:
+            source = resolve(init.weights)
+            create = partial(source.create, device="cpu")
+        net = create_for(recipe.arch, spec.num_classes, spec.input_size, args, create)
     except (UnknownArgument, UnknownModel) as error:  # of the recipe's arch or model_args
         raise RecipeError(f"{recipe.name}: {error}") from error
     except CapszooError:
         raise
     except (TypeError, ValueError) as error:
         raise RecipeError(f"{recipe.name}: {error}") from error
-    cfg: Any = getattr(net, "pretrained_cfg", None) or {}
-    if cfg.get("architecture") != recipe.arch:
-        raise RecipeError(f"{recipe.name}: {init.weights} are weights of {cfg.get('architecture')}")
-    for key, value in source.metadata().model_args.items():
-        # The net has it, but the metadata of the trained weights would not: they would be read as another net's.
-        if key not in DATA_ARGS and key not in recipe.model_args:
-            raise RecipeError(
-                f"{recipe.name}: {init.weights} was trained with {key}={value}: set model_args.{key}"
-            )
-    if init.new_classes:
-        net.reset_classifier(spec.num_classes)  # type: ignore[operator]
+    if init is None:
+        return net
+    if source is not None:
+        _check_source(recipe, net, source)
+        if init.new_classes:
+            net.reset_classifier(spec.num_classes)  # type: ignore[operator]
     _freeze(recipe, net, init.freeze)
-    parameters = dict(net.named_parameters())
-    for name in getattr(net, "untrained", ()):
-        if name in parameters and not parameters[name].requires_grad:
+    for name, parameter in net.named_parameters():
+        if name in getattr(net, "untrained", ()) and not parameter.requires_grad:
             raise RecipeError(
                 f"{recipe.name}: init.freeze keeps {name}, which starts with random weights at this image size: "
                 "leave data.size (--img-size) as the weights have it, or freeze other parts"
             )
     return net.train()
+
+
+def _check_source(recipe: Recipe, net: nn.Module, source: Checkpoint) -> None:
+    """Refuse initial weights of another network than the recipe's."""
+    cfg: Any = getattr(net, "pretrained_cfg", None) or {}
+    if cfg.get("architecture") != recipe.arch:
+        raise RecipeError(f"{recipe.name}: {source.argument} are weights of {cfg.get('architecture')}")
+    for key, value in source.metadata().model_args.items():
+        # The net has it, but the metadata of the trained weights would not: they would be read as another net's.
+        if key not in DATA_ARGS and key not in recipe.model_args:
+            raise RecipeError(
+                f"{recipe.name}: {source.argument} was trained with {key}={value}: set model_args.{key}"
+            )
 
 
 def start_sha256(recipe: Recipe) -> str | None:

@@ -26,17 +26,6 @@ from capszoo.models._inspect import frozen_modules
 from ..config import Recipe, RecipeError
 from .setup import RunData
 
-__all__ = [
-    "Stage",
-    "all_stages",
-    "fit_weights",
-    "optimizer_state_without",
-    "reset_batch_norm",
-    "stage_at",
-    "stage_spec",
-    "staged_data",
-]
-
 
 @dataclass(frozen=True)
 class Stage:

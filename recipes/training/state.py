@@ -37,15 +37,6 @@ from .stages import (
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-__all__ = [
-    "Run",
-    "TrainState",
-    "check_stages",
-    "checkpoint_due",
-    "distribute",
-    "restore",
-    "save_state",
-]
 
 #: Largest share of the time for checkpoints at the ends of epochs, which may last a second on a GPU.
 SAVING_SHARE = 0.05
@@ -164,11 +155,6 @@ def check_stages(run: Run) -> None:
         if weights:
             fit_weights(run.recipe, net, weights, size)
         weights, size = net.state_dict(), spec.input_size[1:]
-
-
-def distribute(run: Run, state: TrainState) -> None:
-    """Pass net and optimiser to Accelerate, for precision and processes."""
-    state.ddp_module, state.optimizer = run.accelerator.prepare(state.step_module, state.optimizer)
 
 
 def restore(run: Run, state: TrainState, checkpoint: Checkpoint) -> None:

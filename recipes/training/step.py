@@ -19,8 +19,6 @@ from ..evaluation.metrics import all_right
 from ..evaluation.target import score_threshold
 from .state import Run, TrainState
 
-__all__ = ["TrainStep", "create_step", "learning_rate", "one_value_error", "seed_update", "train_step"]
-
 
 def create_step(
     recipe: Recipe, net: nn.Module, feedback: FeedbackAgreement | None, multi_label: bool
@@ -100,34 +98,20 @@ class TrainStep(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return the loss (mean over the batch, a scalar) and the scores [b, n]. Arguments as in ``Batch``."""
         try:
-            return self._loss(images, labels, pixels, parts, part_labels)
+            scores, poses = self.forward_poses(images) if self.reconstruction else (self.net(images), None)
         except ValueError as error:
             raise one_value_error(error) from error
-
-    def _loss(
-        self,
-        images: Tensor,
-        labels: Tensor,
-        pixels: Tensor,
-        parts: Tensor | None,
-        part_labels: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        if self.reconstruction:
-            scores, poses = self.forward_poses(images)
-            loss = self._criterion(scores, labels)
-            if parts is None or part_labels is None:
-                return loss + self._rebuilding(poses, labels, pixels), scores
-            # Several objects: the decoder runs once for each, with that object alone as its target.
-            for part, label in zip(parts.unbind(1), part_labels.unbind(1), strict=True):
-                loss = loss + self._rebuilding(poses, label, part)
-            return loss, scores
-        scores = self.net(images)
-        return self._criterion(scores, labels), scores
-
-    def _criterion(self, scores: Tensor, labels: Tensor) -> Tensor:
-        """The loss of the scores, plus the feedback agreement of the forward pass that computed them."""
         loss: Tensor = self.criterion(scores.float(), labels)
-        return loss if self.feedback is None else loss + self.feedback()
+        if self.feedback is not None:  # of the forward pass that computed the scores
+            loss = loss + self.feedback()
+        if poses is None:
+            return loss, scores
+        if parts is None or part_labels is None:
+            return loss + self._rebuilding(poses, labels, pixels), scores
+        # Several objects: the decoder runs once for each, with that object alone as its target.
+        for part, label in zip(parts.unbind(1), part_labels.unbind(1), strict=True):
+            loss = loss + self._rebuilding(poses, label, part)
+        return loss, scores
 
     def _rebuilding(self, poses: Tensor, labels: Tensor, pixels: Tensor) -> Tensor:
         """Reconstruction loss of images [b, c, h, w] from the capsules of ``labels`` [b]; -1 contributes nothing."""

@@ -37,7 +37,7 @@ from capszoo.recipes.weights import (
     write_weights,
 )
 from tests.support.errors import assert_names, refuses
-from tests.support.recipes import HISTORY
+from tests.support.recipes import HISTORY, metadata
 
 NAME = "resnet20_routingcaps.mnist"
 
@@ -142,38 +142,34 @@ def test_a_run_that_began_with_another_of_its_recipe_states_the_name(tmp_path: P
     assert stated(run_of(tmp_path / "fourth", start=str(first))) == (str(first), module.USER_LICENSE)
 
 
-def test_large_weights_of_a_user_stay_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "FILE_LIMIT", 10_000)
-    for tag, storage in (("pets", "float32"), ("mnist", "float16")):
-        weights = next(run_of(tmp_path / tag, tag=tag).glob("*.safetensors"))
-        assert json.loads(weights.with_suffix(".json").read_text())["storage"] == storage
-        assert any(tensor.dtype == torch.float16 for tensor in load_file(weights).values()) == (
-            tag == "mnist"
-        )
-
-
-def test_small_weights_stay_as_they_are(tmp_path: Path) -> None:
-    stored = load_file(run_of(tmp_path / "run") / f"{NAME}.safetensors")
-    assert not any(tensor.dtype == torch.float16 for tensor in stored.values())
-    assert json.loads((tmp_path / "run" / f"{NAME}.json").read_text())["storage"] == "float32"
+@pytest.mark.parametrize(
+    ("tag", "limit", "storage"),
+    [("pets", 10_000, "float32"), ("mnist", 10_000, "float16"), ("mnist", FILE_LIMIT, "float32")],
+)
+def test_only_large_weights_of_the_zoo_are_stored_in_half_precision(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tag: str, limit: int, storage: str
+) -> None:
+    monkeypatch.setattr(module, "FILE_LIMIT", limit)
+    weights = next(run_of(tmp_path / tag, tag=tag).glob("*.safetensors"))
+    stated = metadata({"weights": weights})
+    assert stated["storage"] == storage
+    assert stated["license"] == (module.USER_LICENSE if tag == "pets" else module.ZOO_LICENSE)
+    halves = any(tensor.dtype == torch.float16 for tensor in load_file(weights).values())
+    assert halves == (storage == "float16")
 
 
 def test_a_finished_run_is_stored_in_half_precision_on_request(
-    tmp_path: Path, tiny_mnist: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, tiny_mnist: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = run_of(tmp_path / "run")
+    run, zoo = run_of(tmp_path / "run"), tmp_path / "zoo"
+    source, weights = run / f"{NAME}.safetensors", zoo / f"{NAME}.safetensors"
     summary = {"seeds": [0, 1], "test": {"mean": 10.0, "values": [10.0, 10.0]}}
-    stated = json.loads((run / f"{NAME}.json").read_text())["metrics"] | {
-        "validation": {"top1": 20.0, "n": 5}
-    }
-    module.amend_metadata(
-        run / f"{NAME}.safetensors", metrics=stated, per_class={"split": "test"}, seeds=summary
-    )
-    full = (run / f"{NAME}.safetensors").read_bytes()
-    assert module.main([str(run), "--half", "--data", str(tiny_mnist), "--to", str(tmp_path / "zoo")]) == 0
-    weights = tmp_path / "zoo" / f"{NAME}.safetensors"
+    stated = metadata({"weights": source})["metrics"] | {"validation": {"top1": 20.0, "n": 5}}
+    module.amend_metadata(source, metrics=stated, per_class={"split": "test"}, seeds=summary)
+    full = source.read_bytes()
+    assert module.main([str(run), "--half", "--data", str(tiny_mnist), "--to", str(zoo)]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 3
-    assert (run / f"{NAME}.safetensors").read_bytes() == full, "the run keeps its own"
+    assert source.read_bytes() == full, "the run keeps its own"
     _, info = model_from_file(weights)  # checks the sha256
     assert info.raw["storage"] == "float16" and weights.stat().st_size < 0.6 * len(full)
     assert records_of(info.raw["history"]), "the run's history came along"
@@ -181,79 +177,79 @@ def test_a_finished_run_is_stored_in_half_precision_on_request(
     figures = evaluate(weights, data=tiny_mnist)
     assert info.raw["metrics"] == {"test": {key: figures[key] for key in ("top1", "errors", "n")}}
     assert figures["n"] == 40 and figures["top1"] != 10.0, "measured anew, not carried over"
+    assert figures["stated"] == figures["top1"]
     assert "per_class" not in info.raw and info.raw["seeds"] == summary
     assert info.raw["run_metrics"] == stated
     assert module.main([str(run), "--half", "--data", str(tmp_path / "none")]) == 1
     assert "error: " in capsys.readouterr().err
     with pytest.raises(SystemExit):
         module.main([str(run), "--data", str(tiny_mnist)])
-    assert figures["stated"] == figures["top1"]
-    scores = {}
-    for folder in (run, tmp_path / "zoo"):
-        net, _ = model_from_file(folder / f"{NAME}.safetensors")
-        with np.load(folder / f"{NAME}.golden.npz") as golden:
-            scores[folder] = golden["scores"]
-            pixels = torch.from_numpy(golden["pixels"])
-        found = module.golden_outputs(net, pixels, info.mean, info.std)
-        np.testing.assert_allclose(found, scores[folder], atol=1e-5)
-    assert not np.array_equal(*scores.values()), "the golden outputs are the stored file's"
+    scores = []
+    for file in (source, weights):
+        net, _ = model_from_file(file)
+        golden = np.load(file.with_suffix(".golden.npz"))
+        scores.append(golden["scores"])
+        found = module.golden_outputs(net, torch.from_numpy(golden["pixels"]), info.mean, info.std)
+        np.testing.assert_allclose(found, scores[-1], atol=1e-5)
+    assert not np.array_equal(*scores), "the golden outputs are the stored file's"
 
 
-def test_the_mean_over_seeds_is_that_of_one_recipe(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def known(seed: int, top1: float, *overrides: str) -> dict[str, Any]:
-        recipe = load_recipe("cnn6.mnist", [f"seed={seed}", *overrides], "short").model_dump(mode="json")
-        metrics = {"test": {"top1": top1, "n": 10000}}
-        return {"architecture": "cnn6", "tag": "mnist", "seed": seed, "recipe": recipe, "metrics": metrics}
+def known(seed: int, top1: float, *overrides: str, **more: Any) -> dict[str, Any]:
+    """Metadata of a finished run."""
+    recipe = load_recipe("cnn6.mnist", [f"seed={seed}", *overrides], "short").model_dump(mode="json")
+    metrics = {"test": {"top1": top1, "n": 10000}}
+    named = {"architecture": "cnn6", "tag": "mnist", "seed": seed, "recipe": recipe}
+    return {**named, "metrics": metrics, **more}
 
-    first = known(0, 99.5)
-    del first["recipe"]["stages"]  # a key that is newer than the run
-    reworded = ("description=in other words", "checkpoint_every=5", "routing_images=9")
-    others = {"b": known(1, 99.6, "compile=true"), "c": known(2, 99.7, *reworded)}
-    summary = module.same_but_seed(first, others)
+
+FIRST = known(0, 99.5)
+del FIRST["recipe"]["stages"]  # a key that is newer than the run
+REWORDED = ("description=in other words", "checkpoint_every=5", "routing_images=9")
+OTHERS = {"b": known(1, 99.6, "compile=true"), "c": known(2, 99.7, *REWORDED)}
+
+
+def test_the_mean_over_seeds_is_that_of_one_recipe() -> None:
+    summary = module.same_but_seed(FIRST, OTHERS)
     assert (summary["seeds"], summary["epochs"]) == ([0, 1, 2], 10)
     assert summary["test"] == {"values": [99.5, 99.6, 99.7], "mean": 99.6, "n": 10000, "sd": 0.1}
-    for other, message in (
-        (
-            known(1, 99.0, "epochs=3"),
-            ("epochs=3", "cnn6.mnist", "10"),
-        ),
-        (
-            {**known(1, 99.0), "dataset": {"sha256": {"train": "b"}}},
-            "cnn6.mnist",
-        ),
-        (known(0, 99.0), ("0", "runs")),
-        (
-            {**known(1, 99.0), "metrics": {}},
-            "cnn6.mnist",
-        ),
-    ):
-        with refuses(WeightsError, names=message):
-            module.same_but_seed({**first, "dataset": {"sha256": {"train": "a"}}}, {"b": other})
-
+    assert "sd" not in module.same_but_seed(FIRST, {})["test"], "of one run"
     # a file stored in half precision states the test accuracy alone
     validated = known(1, 99.6)
     validated["metrics"]["validation"] = {"top1": 99.0, "n": 5000}
-    assert "validation" not in module.same_but_seed(first, {"b": validated})
+    assert "validation" not in module.same_but_seed(FIRST, {"b": validated})
     with refuses(WeightsError, names=["accuracies", "splits"]):
-        module.same_but_seed(validated, {"b": first})
-
+        module.same_but_seed(validated, {"b": FIRST})
     # a mean over runs takes the run's own accuracy, not that of its copy in half precision
-    stored = {**first, "metrics": {"test": {"top1": 99.4, "n": 10000}}}
-    for kept in ({"run_metrics": first["metrics"]}, {"seeds": summary}):
-        added = known(3, 99.8) if "seeds" in kept else others["b"]
+    stored = {**FIRST, "metrics": {"test": {"top1": 99.4, "n": 10000}}}
+    for kept in ({"run_metrics": FIRST["metrics"]}, {"seeds": summary}):
+        added = known(3, 99.8) if "seeds" in kept else OTHERS["b"]
         assert module.same_but_seed({**stored, **kept}, {"d": added})["test"]["values"][:2] == [99.5, 99.6]
     again = module.same_but_seed({**stored, "seeds": summary}, {"b": known(1, 99.9)})
     assert again["test"]["values"] == [99.5, 99.9, 99.7], "a run that was trained again counts"
 
-    # in the zoo: the metadata alone changes
-    zoo = tmp_path / "zoo"
-    zoo.mkdir()
-    (zoo / "cnn6.mnist.json").write_text(json.dumps(first))
-    monkeypatch.setattr(module, "weights_folders", lambda: (zoo, zoo))
+
+@pytest.mark.parametrize(
+    ("other", "names"),
+    [
+        (known(1, 99.0, "epochs=3"), ["epochs=3", "cnn6.mnist", "10"]),
+        (known(1, 99.0, dataset={"sha256": {"train": "b"}}), ["cnn6.mnist", "images"]),
+        (known(0, 99.0), ["0", "runs"]),
+        (known(1, 99.0, metrics={}), ["cnn6.mnist", "splits"]),
+    ],
+)
+def test_runs_without_a_common_mean_are_refused(other: dict[str, Any], names: list[str]) -> None:
+    with refuses(WeightsError, names=names):
+        module.same_but_seed({**FIRST, "dataset": {"sha256": {"train": "a"}}}, {"b": other})
+
+
+def test_a_mean_over_seeds_is_added_to_the_zoo_s_metadata(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "cnn6.mnist.json"
+    file.write_text(json.dumps(FIRST))
+    monkeypatch.setattr(module, "weights_folders", lambda: (tmp_path, tmp_path))
     monkeypatch.setattr(module, "checkpoints", lambda **_: {"cnn6.mnist": object()})
-    monkeypatch.setattr(module, "finished_metadata", lambda run: others.get(run.name))
+    monkeypatch.setattr(module, "finished_metadata", lambda run: OTHERS.get(run.name))
     monkeypatch.setattr(module.WeightsInfo, "from_json", lambda path: None)
     assert module.main(["cnn6.mnist"]) == 1 and "is in the zoo" in capsys.readouterr().err
     assert module.main(["cnn6.mnist", "--seeds", "gone"]) == 1
@@ -262,16 +258,14 @@ def test_the_mean_over_seeds_is_that_of_one_recipe(
         with pytest.raises(SystemExit):
             module.main(["cnn6.mnist", "--seeds", "b", *ignored])
         assert_names(capsys.readouterr().err, ["folder", "run"])
-    (zoo / "cnn6.mnist.json").write_text(json.dumps({**first, "metrics": {"validation": {}}}))
+    file.write_text(json.dumps({**FIRST, "metrics": {"validation": {}}}))
     assert module.main(["cnn6.mnist", "--seeds", "b"]) == 1
     assert_names(capsys.readouterr().err, ["cnn6.mnist"])
-    (zoo / "cnn6.mnist.json").write_text(json.dumps(first))
-    assert module.main(["cnn6.mnist", "--seeds", "b", "c"]) == 0
-    assert capsys.readouterr().out == "cnn6.mnist: test 99.60 ± 0.10, n = 3\n"
-    assert json.loads((zoo / "cnn6.mnist.json").read_text())["seeds"] == summary
-    (zoo / "cnn6.mnist.json").write_text(json.dumps(first))  # one at a time, in any order
-    assert module.main(["cnn6.mnist", "--seeds", "c"]) == module.main(["cnn6.mnist", "--seeds", "b"]) == 0
-    assert json.loads((zoo / "cnn6.mnist.json").read_text())["seeds"] == summary
+    for calls in (["b", "c"],), (["c"], ["b"]):  # together, or one at a time in any order
+        file.write_text(json.dumps(FIRST))
+        assert [module.main(["cnn6.mnist", "--seeds", *others]) for others in calls] == [0] * len(calls)
+        assert capsys.readouterr().out.endswith("cnn6.mnist: test 99.60 ± 0.10, n = 3\n")
+        assert json.loads(file.read_text())["seeds"] == module.same_but_seed(FIRST, OTHERS)
 
 
 def test_a_canonical_checkpoint_stays_canonical(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

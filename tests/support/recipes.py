@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from PIL import Image
+from safetensors.torch import load_file
 
 from capszoo.data import ImageSet
 from capszoo.recipes.config import Recipe
@@ -98,6 +100,15 @@ TINY: dict[str, Any] = {
 }
 
 
+#: Trained by two processes as by one, up to rounding.
+PAIR: dict[str, Any] = {
+    **TINY,
+    "model_args": {"num_caps": 4, "pose_dim": 16, "backbone_chans": 8},
+    "optimizer": {"name": "adamw", "lr": 0.001},
+    "accumulate": 2,
+}
+
+
 def command(out: Path, data: Path, recipe: dict[str, Any], mode: str = "", processes: int = 1) -> list[str]:
     return launched("tests.support.run_tiny", [str(out), str(data), json.dumps(recipe), mode], processes)
 
@@ -125,8 +136,34 @@ def errors(done: subprocess.CompletedProcess[str]) -> list[str]:
     return [line for line in done.stderr.splitlines() if line.startswith("error: ")]
 
 
+def records(out: Path, timed: bool = False) -> list[dict[str, Any]]:
+    """The records of a run's epochs, without what a clock measures unless `timed`."""
+    lines = (out / "metrics.jsonl").read_text().splitlines()
+    left_out = () if timed else ("seconds", "images_per_s")
+    return [{k: v for k, v in json.loads(line).items() if k not in left_out} for line in lines]
+
+
+def metadata(result: dict[str, Any]) -> dict[str, Any]:
+    """The metadata beside the weights of a finished run."""
+    return json.loads(Path(result["weights"]).with_suffix(".json").read_text())
+
+
+def assert_same_weights(one: Path, two: Path) -> None:
+    """Two safetensors files agree bit for bit."""
+    expected, found = load_file(one), load_file(two)
+    assert expected.keys() == found.keys()
+    for key, value in expected.items():
+        assert torch.equal(value, found[key]), f"{one.name}: {key}"
+
+
 def newest(out: Path) -> Path:
     return sorted((out / "checkpoints").glob("step-*"))[-1]
+
+
+def weight_differences(one: Path, two: Path) -> dict[str, float]:
+    """The largest difference of each tensor between the newest checkpoints of two runs."""
+    a, b = (load_file(newest(out) / "model.safetensors") for out in (one, two))
+    return {key: float((a[key] - b[key]).abs().max()) for key in a}
 
 
 HISTORY = [

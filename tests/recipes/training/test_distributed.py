@@ -16,13 +16,22 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from tests.support import PACKED
 from tests.support.errors import assert_names
 from tests.support.formats import write_shards
-from tests.support.recipes import TINY, command, environment, errors, newest, run
+from tests.support.recipes import (
+    PAIR,
+    TINY,
+    assert_same_weights,
+    command,
+    environment,
+    errors,
+    newest,
+    records,
+    run,
+    weight_differences,
+)
 
 
 def assert_same_state(one: Path, two: Path) -> None:
@@ -30,10 +39,7 @@ def assert_same_state(one: Path, two: Path) -> None:
     a, b = newest(one), newest(two)
     assert a.name == b.name and {f.name for f in a.iterdir()} == {f.name for f in b.iterdir()}
     for file in a.glob("*.safetensors"):
-        expected, found = load_file(file), load_file(b / file.name)
-        assert expected.keys() == found.keys()
-        for key, value in expected.items():
-            assert torch.equal(value, found[key]), f"{file.name}: {key}"
+        assert_same_weights(file, b / file.name)
     states = [json.loads((folder / "state.json").read_text()) for folder in (a, b)]
     for state in states:
         state.pop("seconds")
@@ -95,26 +101,19 @@ def kill_and_resume(
     done = run(root, command(killed, data, recipe, mode))
     assert done.returncode == 0, done.stderr
     assert_same_state(whole, killed)
-    records = [
-        [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-        for out in (whole, killed)
-    ]
-    for record in records[0] + records[1]:
-        del record["seconds"], record["images_per_s"]
-    assert records[0] == records[1]
-    weights = [load_file(out / "idpa_cnn.mnist.safetensors") for out in (whole, killed)]
-    assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
-    sessions = json.loads((killed / "sessions.json").read_text())
-    assert [session["from_update"] for session in sessions] == sorted(
-        session["from_update"] for session in sessions
-    )
+    assert records(whole) == records(killed)
+    assert_same_weights(whole / "idpa_cnn.mnist.safetensors", killed / "idpa_cnn.mnist.safetensors")
+    begun = [session["from_update"] for session in json.loads((killed / "sessions.json").read_text())]
+    assert begun == sorted(begun)
     assert not list((killed / "checkpoints").glob(".*")), "nothing half-written is left"
 
 
 @pytest.mark.slow  # resuming bit for bit on one process is in test_train.py
-def test_killed_it_ends_with_the_same_weights(root: Path, tmp_path: Path, data: Path) -> None:
-    """Once; `make test-slow` kills at ten moments."""
-    kill_and_resume(root, tmp_path, data, 1)
+@pytest.mark.parametrize(("kills", "seed"), [(1, 0), (10, 1), (10, 2)])
+def test_killed_it_ends_with_the_same_weights(
+    root: Path, tmp_path: Path, data: Path, kills: int, seed: int
+) -> None:
+    kill_and_resume(root, tmp_path, data, kills, seed)
 
 
 def shards_of(root: Path, folder: Path) -> dict[str, Any]:
@@ -137,25 +136,11 @@ def test_a_run_on_streamed_shards_is_killed_and_ends_with_the_same_weights(
 
 @pytest.mark.slow
 def test_two_processes_on_streamed_shards_train_as_one(root: Path, tmp_path: Path, data: Path) -> None:
-    model_args = {"num_caps": 4, "pose_dim": 16, "backbone_chans": 8}
-    recipe = {**TINY, "model_args": model_args, **shards_of(root, tmp_path / "shards")}
-    found = []
+    recipe = {**TINY, "model_args": PAIR["model_args"], **shards_of(root, tmp_path / "shards")}
     for processes in (1, 2):
-        out = tmp_path / f"by-{processes}"
-        done = run(root, command(out, data, recipe, "streamed,double", processes))
+        done = run(root, command(tmp_path / f"by-{processes}", data, recipe, "streamed,double", processes))
         assert done.returncode == 0, done.stderr
-        found.append(load_file(newest(out) / "model.safetensors"))
-    differences = [float((found[0][key] - found[1][key]).abs().max()) for key in found[0]]
-    assert 0 < max(differences) <= 1e-9
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", [1, 2])
-def test_killed_at_ten_moments_it_ends_with_the_same_weights(
-    root: Path, tmp_path: Path, data: Path, seed: int
-) -> None:
-    """Twenty in all, in two runs."""
-    kill_and_resume(root, tmp_path, data, 10, seed)
+    assert 0 < max(weight_differences(tmp_path / "by-1", tmp_path / "by-2").values()) <= 1e-9
 
 
 @pytest.mark.parametrize(
@@ -171,37 +156,23 @@ def test_killed_at_ten_moments_it_ends_with_the_same_weights(
 def test_two_processes_train_as_one(
     root: Path, tmp_path: Path, data: Path, mode: str, bound: float, apart: set[str]
 ) -> None:
-    model_args = {"num_caps": 4, "pose_dim": 16, "backbone_chans": 8}
-    recipe = {**TINY, "model_args": model_args, "optimizer": {"name": "adamw", "lr": 0.001}, "accumulate": 2}
-    found = []
-    for processes in (1, 2):
-        out = tmp_path / f"by-{processes}"
-        done = run(root, command(out, data, recipe, mode, processes))
+    one, two = tmp_path / "by-1", tmp_path / "by-2"
+    for processes, out in ((1, one), (2, two)):
+        done = run(root, command(out, data, PAIR, mode, processes))
         assert done.returncode == 0, done.stderr
         assert newest(out).name == "step-00000020"
-        found.append(load_file(newest(out) / "model.safetensors"))
-    one, two = found
-    differences = {key: float((one[key] - two[key]).abs().max()) for key in one.keys() - apart}
-    assert max(differences.values()) <= bound, differences
+    differences = weight_differences(one, two)
+    assert max(value for key, value in differences.items() if key not in apart) <= bound, differences
     assert any(differences.values()), "two processes do sum in another order"
-    records = [
-        json.loads((tmp_path / f"by-{n}" / "metrics.jsonl").read_text().splitlines()[-1]) for n in (1, 2)
-    ]
-    assert records[0]["val_top1"] == records[1]["val_top1"]
-    assert records[0]["train_loss"] == pytest.approx(records[1]["train_loss"], rel=1e-4)
+    alone, shared = records(one)[-1], records(two)[-1]
+    assert alone["val_top1"] == shared["val_top1"]
+    assert alone["train_loss"] == pytest.approx(shared["train_loss"], rel=1e-4)
     if not mode:  # in one of the two: starting processes takes most of the time
-        _finished_run_is_left_alone(
-            root, command(tmp_path / "by-2", data, recipe, mode, 2), tmp_path / "by-2"
-        )
-
-
-def _finished_run_is_left_alone(root: Path, argv: list[str], out: Path) -> None:
-    """Also one without checkpoints, which do not come along from another machine."""
-    shutil.rmtree(out / "checkpoints")
-    before = (out / "metrics.jsonl").read_bytes()
-    done = run(root, argv)
-    assert done.returncode == 0 and done.stderr.count("already finished") == 1, done.stderr
-    assert (out / "metrics.jsonl").read_bytes() == before and not (out / "checkpoints").exists()
+        shutil.rmtree(two / "checkpoints")  # a finished run is left alone, also without them
+        before = (two / "metrics.jsonl").read_bytes()
+        done = run(root, command(two, data, PAIR, mode, 2))
+        assert done.returncode == 0 and done.stderr.count("already finished") == 1, done.stderr
+        assert (two / "metrics.jsonl").read_bytes() == before and not (two / "checkpoints").exists()
 
 
 @pytest.mark.slow

@@ -10,7 +10,6 @@ import matplotlib.figure
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import load_file
 
 import capszoo
 from capszoo.checkpoint import model_from_file
@@ -25,35 +24,27 @@ from capszoo.recipes.training.history import find_runs
 from capszoo.recipes.training.routing_probe import RoutingProbe
 from tests.support.command import fails, succeeds
 from tests.support.errors import assert_names, refuses
+from tests.support.recipes import assert_same_weights, records, tiny_recipe
 
-TREE: dict[str, Any] = {
-    "arch": "resnet20_routingcaps",
-    "tag": "mnist",
-    "model_args": {"depth": 8},
-    "data": {"name": "mnist", "val_size": 20},
-    "epochs": 2,
-    "batch_size": 50,
-    "loss": {"name": "margin"},
-    "routing_images": 15,
-}
+DATA = {"name": "mnist", "val_size": 20}
 
 
-def records(out: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+def watched_recipe(**changes: Any) -> Recipe:
+    return tiny_recipe(**{"data": DATA, "batch_size": 50, "routing_images": 15, **changes})
 
 
 @pytest.fixture
 def runs(tiny_mnist: Path, tmp_path: Path) -> tuple[Path, Path]:
     """A run with the probe, and the same one without."""
     for name, more in (("watched", {}), ("plain", {"routing_images": 0})):
-        train(Recipe.model_validate({**TREE, **more}), out=tmp_path / name, data=tiny_mnist, cpu=True)
+        train(watched_recipe(**more), out=tmp_path / name, data=tiny_mnist, cpu=True)
     return tmp_path / "watched", tmp_path / "plain"
 
 
 def test_the_record_of_credit_has_its_negative_share(tiny_mnist: Path) -> None:
     net = capszoo.create_model("resnet20_heinsen", in_chans=1, img_size=28)
     _, validation = split_validation(load_dataset("mnist", "train", tiny_mnist), 20, 0)
-    record = RoutingProbe(Recipe.model_validate(TREE), net, validation).measure(net)
+    record = RoutingProbe(watched_recipe(), net, validation).measure(net)
     assert record["entropy"] == [None] * 3 and len(record["dead"]) == 3
     assert all(0 < share < 1 for share in record["negative"])
 
@@ -62,8 +53,7 @@ def test_a_run_records_its_routing_and_is_not_changed_by_it(
     runs: tuple[Path, Path], tiny_mnist: Path, tmp_path: Path
 ) -> None:
     watched, plain = runs
-    weights = [load_file(out / "resnet20_routingcaps.mnist.safetensors") for out in runs]
-    assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
+    assert_same_weights(*(out / "resnet20_routingcaps.mnist.safetensors" for out in runs))
     assert [record["epoch"] for record in records(watched)] == [1, 2]
     assert "routing" not in records(plain)[0]
 
@@ -84,9 +74,8 @@ def test_a_run_records_its_routing_and_is_not_changed_by_it(
 
     written = succeeds("curves", watched, "--what", "routing", "--out", tmp_path / "fig2.png")
     assert "fig2.png" in written and Image.open(tmp_path / "fig2.png").size[0] > 600
-    fails(
-        1, "curves", plain, "--what", "routing", "--out", tmp_path / "no.png", names=["routing", "statistics"]
-    )
+    unwatched = ("curves", plain, "--what", "routing", "--out", tmp_path / "no.png")
+    fails(1, *unwatched, names=["routing", "statistics"])
     assert not (tmp_path / "no.png").exists()
 
 
@@ -96,15 +85,14 @@ def test_what_cannot_be_probed_is_said_before_the_first_update(tiny_mnist: Path,
         ({"arch": "resnet18", "model_args": {}, "loss": {"name": "cross_entropy"}}, ("capsule", "network")),
     ):
         with refuses(RecipeError, names=message):
-            train(Recipe.model_validate({**TREE, **more}), out=tmp_path / "run", data=tiny_mnist, cpu=True)
+            train(watched_recipe(**more), out=tmp_path / "run", data=tiny_mnist, cpu=True)
         assert not (tmp_path / "run").exists()
 
 
 def test_epochs_that_are_shown() -> None:
     assert shown_epochs(list(range(1, 201))) == [1, 6, 34, 200]
-    assert (
-        shown_epochs([3]) == [3] and shown_epochs([1, 2]) == [1, 2] and shown_epochs([1, 2, 3]) == [1, 2, 3]
-    )
+    for few in ([3], [1, 2], [1, 2, 3]):
+        assert shown_epochs(few) == few
 
 
 def write_run(folder: Path, batch_size: int, losses: list[float]) -> Path:

@@ -19,18 +19,26 @@ from capszoo.recipes.training.setup import (
 from tests.support.errors import refuses
 
 
+def _recipe(**more: Any) -> Recipe:
+    return load_recipe({"arch": "a", "tag": "b", "data": {"name": "mnist"}, "epochs": 10, **more})
+
+
+def rates_at(recipe: Recipe, *updates: int) -> list[float]:
+    """The learning rates of a recipe at some updates, ten an epoch."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=recipe.optimizer.lr)
+    scheduler = create_scheduler(recipe, optimizer, 10)
+    assert scheduler is not None
+    rates = []
+    for update in updates:
+        scheduler.step_update(update)
+        rates.append(optimizer.param_groups[0]["lr"])
+    return rates
+
+
 def test_step_schedule_has_a_floor_after_its_warm_up() -> None:
     """Efficient-CapsNet's rate: 0.97 an epoch from 5e-4, not below 5e-5; the warm-up starts lower."""
-    recipe = load_recipe(
-        "efficient_capsnet.mnist", ["schedule.warmup_epochs=2", "schedule.warmup_lr=0.00001"]
-    )
-    optimizer = torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))], lr=recipe.optimizer.lr)
-    schedule = create_scheduler(recipe, optimizer, 10)
-    assert schedule is not None
-    rates = []
-    for epoch in (0, 2, 3, 50, 100, 149):
-        schedule.step_update(10 * epoch)
-        rates.append(optimizer.param_groups[0]["lr"])
+    warmup = ["schedule.warmup_epochs=2", "schedule.warmup_lr=0.00001"]
+    rates = rates_at(load_recipe("efficient_capsnet.mnist", warmup), 0, 20, 30, 500, 1000, 1490)
     assert rates == pytest.approx([1e-5, 5e-4 * 0.97**2, 5e-4 * 0.97**3, 5e-4 * 0.97**50, 5e-5, 5e-5])
 
 
@@ -62,23 +70,7 @@ def test_momentum_is_that_of_the_release_on_request(
 def test_rates_by_hand(schedule: dict[str, Any], share: Callable[[float], float]) -> None:
     """A warm-up in 2 of 10 epochs from 0.1 to 1, then a decay to 0.01 as if it had begun at the first update."""
     settings = {"warmup_epochs": 2, "warmup_lr": 0.1, "min_lr": 0.01, **schedule}
-    recipe = load_recipe(
-        {
-            "arch": "a",
-            "tag": "b",
-            "data": {"name": "mnist"},
-            "epochs": 10,
-            "optimizer": {"lr": 1.0},
-            "schedule": settings,
-        }
-    )
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    scheduler = create_scheduler(recipe, optimizer, 10)
-    assert scheduler is not None
-    rates = []
-    for update in (0, 10, 60, 99):
-        scheduler.step_update(update)
-        rates.append(optimizer.param_groups[0]["lr"])
+    rates = rates_at(_recipe(optimizer={"lr": 1.0}, schedule=settings), 0, 10, 60, 99)
     assert rates == pytest.approx([0.1, 0.55, 0.01 + 0.99 * share(0.6), 0.01 + 0.99 * share(0.99)])
 
 
@@ -93,33 +85,22 @@ def test_a_limit_takes_a_mixture_of_a_folder_s_images(name: str, expected: list[
     assert _limited(5, settings).tolist() == [0, 1, 2, 3, 4]
 
 
-def test_an_unknown_optimiser_names_the_nearest() -> None:
-    recipe = load_recipe("efficient_capsnet.mnist", ["optimizer.name=adamv"])
-    with refuses(RecipeError, names=["adamv", "adam"]):
-        create_optimizer(recipe, torch.nn.Linear(2, 2))
-    recipe = load_recipe("efficient_capsnet.mnist", ["optimizer.options.nosuch=1"])
-    with refuses(RecipeError, names=["optimizer", "nosuch"]):
-        create_optimizer(recipe, torch.nn.Linear(2, 2))
-
-
-def _recipe(**more: Any) -> Recipe:
-    return load_recipe({"arch": "a", "tag": "b", "data": {"name": "mnist"}, "epochs": 10, **more})
-
-
-def test_an_optimiser_of_second_order_is_refused() -> None:
-    recipe = _recipe(optimizer={"name": "adahessian"})
-    with refuses(RecipeError, names=["adahessian", "derivatives"]):
-        create_optimizer(recipe, torch.nn.Linear(2, 2))
+@pytest.mark.parametrize(
+    ("settings", "names"),
+    [
+        ({"name": "adamv"}, ["adamv", "adam"]),
+        ({"name": "adamw", "options": {"nosuch": 1}}, ["optimizer", "nosuch"]),
+        ({"name": "adahessian"}, ["adahessian", "derivatives"]),  # of second order
+    ],
+)
+def test_optimisers_that_cannot_be_are_refused(settings: dict[str, Any], names: list[str]) -> None:
+    with refuses(RecipeError, names=names):
+        create_optimizer(_recipe(optimizer=settings), torch.nn.Linear(2, 2))
 
 
 def test_multistep_by_hand() -> None:
-    recipe = _recipe(schedule={"name": "multistep", "milestones": [3, 6], "decay_rate": 0.1})
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    scheduler = create_scheduler(recipe, optimizer, 10)
-    rates = []
-    for update in (0, 28, 30, 58, 60, 99):
-        scheduler.step_update(update)
-        rates.append(optimizer.param_groups[0]["lr"])
+    schedule = {"name": "multistep", "milestones": [3, 6], "decay_rate": 0.1}
+    rates = rates_at(_recipe(optimizer={"lr": 1.0}, schedule=schedule), 0, 28, 30, 58, 60, 99)
     assert rates == pytest.approx([1, 1, 0.1, 0.1, 0.01, 0.01])
 
 

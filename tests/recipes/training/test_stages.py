@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 import capszoo
 from capszoo.data import Batches, load_dataset, split_validation
 from capszoo.recipes.config import RecipeError, load_recipe
 from capszoo.recipes.train import train
-from capszoo.recipes.training.checkpoints import latest_checkpoint, threads_of_run
+from capszoo.recipes.training.checkpoints import latest_checkpoint, newest_position
 from capszoo.recipes.training.setup import RunData
 from capszoo.recipes.training.stages import (
     all_stages,
@@ -25,7 +23,7 @@ from capszoo.recipes.training.stages import (
     staged_data,
 )
 from tests.support.errors import refuses
-from tests.support.recipes import MEASURES, staged_recipe
+from tests.support.recipes import MEASURES, assert_same_weights, records, staged_recipe
 
 
 def test_stages_cover_the_run() -> None:
@@ -46,16 +44,9 @@ def test_resume_in_any_stage_is_bit_exact(tiny_mnist: Path, tmp_path: Path, stop
     parts = train(recipe, out=tmp_path / "parts", data=tiny_mnist, stop_after=stop_after)
     while not parts["finished"]:
         parts = train(recipe, out=tmp_path / "parts", data=tiny_mnist, stop_after=stop_after)
-    expected, found = load_file(whole["weights"]), load_file(parts["weights"])
-    assert all(torch.equal(value, found[key]) for key, value in expected.items())
-
-    def records(folder: str) -> list[dict[str, Any]]:
-        lines = (tmp_path / folder / "metrics.jsonl").read_text().splitlines()
-        timed = ("seconds", "images_per_s")
-        return [{k: v for k, v in json.loads(line).items() if k not in timed} for line in lines]
-
-    assert records("whole") == records("parts")
-    assert [record["size"] for record in records("whole")] == [20, 24, 28, 28]
+    assert_same_weights(whole["weights"], parts["weights"])
+    assert records(tmp_path / "whole") == records(tmp_path / "parts")
+    assert [record["size"] for record in records(tmp_path / "whole")] == [20, 24, 28, 28]
 
 
 def test_what_starts_anew(tiny_mnist: Path, tmp_path: Path) -> None:
@@ -132,7 +123,7 @@ def test_threads_are_restored(tiny_mnist: Path, tmp_path: Path) -> None:
         assert torch.get_num_threads() == threads, "the process has its number again"
         train(staged_recipe(), out=tmp_path, data=tiny_mnist, stop_after=1)
         assert torch.get_num_threads() == threads
-        assert threads_of_run(tmp_path) == threads + 1, "a resumed run has the run's number"
+        assert newest_position(tmp_path)["threads"] == threads + 1, "a resumed run has the run's number"
     finally:
         torch.set_num_threads(threads)
 

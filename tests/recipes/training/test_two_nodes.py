@@ -11,9 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
 
-from tests.support.recipes import TINY, command, environment, newest, run
+from tests.support.recipes import PAIR, command, environment, newest, run, weight_differences
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 
@@ -32,20 +31,8 @@ def nodes() -> Iterator[tuple[str, str]]:
         try:
             for name in made:
                 _ip("netns", "add", name)
-            _ip(
-                "link",
-                "add",
-                "veth0",
-                "netns",
-                made[0],
-                "type",
-                "veth",
-                "peer",
-                "name",
-                "veth0",
-                "netns",
-                made[1],
-            )
+            cable = "link add veth0 netns {} type veth peer name veth0 netns {}".format(*made)
+            _ip(*cable.split())
         except subprocess.CalledProcessError as error:
             pytest.skip(f"this system allows no network namespaces: {error.stderr.strip()}")
         for name, address in zip(made, ADDRESSES, strict=True):
@@ -62,14 +49,12 @@ def nodes() -> Iterator[tuple[str, str]]:
 def test_two_nodes_train_as_one_process(
     root: Path, tmp_path: Path, data: Path, nodes: tuple[str, str]
 ) -> None:
-    model_args = {"num_caps": 4, "pose_dim": 16, "backbone_chans": 8}
-    recipe = {**TINY, "model_args": model_args, "optimizer": {"name": "adamw", "lr": 0.001}, "accumulate": 2}
     alone, out = tmp_path / "alone", tmp_path / "nodes"
-    done = run(root, command(alone, data, recipe, "double"))
+    done = run(root, command(alone, data, PAIR, "double"))
     assert done.returncode == 0, done.stderr
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc_per_node", "1"]
     launcher += ["--master_addr", ADDRESSES[0], "--master_port", "29511"]
-    module = ["-m", "tests.support.run_tiny", str(out), str(data), json.dumps(recipe), "double"]
+    module = ["-m", "tests.support.run_tiny", str(out), str(data), json.dumps(PAIR), "double"]
     env = {**environment(), "GLOO_SOCKET_IFNAME": "veth0"}
     started = [
         subprocess.Popen(
@@ -88,9 +73,8 @@ def test_two_nodes_train_as_one_process(
         for process in started:
             process.kill()
     assert [process.returncode for process in started] == [0, 0], "\n".join(said)
-    one, two = (load_file(newest(folder) / "model.safetensors") for folder in (alone, out))
     assert newest(out).name == newest(alone).name == "step-00000020"
-    differences = {key: float((one[key] - two[key]).abs().max()) for key in one}
+    differences = weight_differences(alone, out)
     print(f"20 updates, two nodes: largest difference of a weight {max(differences.values()):.1e}")
     assert max(differences.values()) <= 1e-9
     assert any(differences.values()), "two processes do sum in another order"
