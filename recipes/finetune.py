@@ -199,29 +199,9 @@ def finetune_recipe(
     overrides: Sequence[str] = (),
     read: Callable[..., Any] = read_split,
 ) -> Recipe:
-    """The recipe of a fine-tuning run. It reads the training images, because the recipe depends on their number.
+    """The recipe of a fine-tuning run; the arguments are those of ``finetune``, and ``read`` is that of ``load_data``.
 
-    Args:
-        model: name.tag, hf-hub:USER/NAME, the folder of a run, or a .safetensors file; with ``from_scratch`` also an
-            architecture without weights. None with ``backbone``.
-        data: a folder of images by class, a table (FILE.csv), ``hf:OWNER/NAME`` or another of
-            ``capszoo.data.PREFIXES``.
-        backbone: instead of a model, a timm name, hf-hub:USER/NAME or local-dir:folder: its features, with its weights
-            unless ``from_scratch``, and a new capsule head.
-        head: routing of that head, a name of ``capszoo.models._heads.HEADS``.
-        tag: name of the new weights after the architecture's; None uses the data's.
-        img_size: side, or rows and columns, of the images; None uses those of the weights.
-        crop_mode: how images of another shape are framed: ``center``, ``squash`` or ``border``; None as for the
-            weights.
-        freeze: "body", "all" (except the class capsules), or modules by name.
-        layer_decay: factor of the learning rate from each layer to the one before it; None uses the default, 1 none.
-        epochs: maximum number; None uses as many as give about ``UPDATES`` updates.
-        from_scratch: start from random weights, for comparison.
-        skip_bad: skip images that cannot be read.
-        channels: read images in grey (1) or in colour (3); None: in colour if any has some.
-        folds: number of runs that share the images.
-        overrides: ``key=value`` lines that change keys of the recipe, as in ``capszoo train --set``.
-        read: that of ``load_data``.
+    It reads the training images, because the recipe depends on their number.
     """
     if (model is None) == (backbone is None):
         raise UsageError("fine-tuning starts from a MODEL or from a --backbone", "give one of them")
@@ -354,21 +334,48 @@ def finetune(
     data: str | Path,
     out: str | Path | None = None,
     *,
+    backbone: str | None = None,
+    head: str = "idpa",
+    tag: str | None = None,
+    img_size: Side | None = None,
+    crop_mode: str | None = None,
+    freeze: Sequence[str] = (),
+    layer_decay: float | None = None,
+    epochs: int | None = None,
+    from_scratch: bool = False,
+    skip_bad: bool = False,
+    channels: int | None = None,
     folds: int | None = None,
+    overrides: Sequence[str] = (),
     cpu: bool = False,
     stop_after: int | None = None,
     accept_data: bool = False,
     log_with: Sequence[str] = (),
-    **settings: Any,
 ) -> dict[str, Any]:
     """Fine-tune a model, or resume an interrupted call with the same arguments.
 
     Args:
-        model, data: as for ``finetune_recipe``.
+        model: name.tag, hf-hub:USER/NAME, the folder of a run, or a .safetensors file; with ``from_scratch`` also an
+            architecture without weights. None with ``backbone``.
+        backbone: instead of a model, a timm name, hf-hub:USER/NAME or local-dir:folder: its features, with its weights
+            unless ``from_scratch``, and a new capsule head.
+        head: routing of that head, a name of ``capszoo.models._heads.HEADS``.
+        data: a folder of images by class, a table (FILE.csv), ``hf:OWNER/NAME`` or another of
+            ``capszoo.data.PREFIXES``.
         out: folder of the run; None: ``runs/<arch>.<tag>``.
+        tag: name of the new weights after the architecture's; None uses the data's.
+        img_size: side, or rows and columns, of the images; None uses those of the weights.
+        crop_mode: how images of another shape are framed: ``center``, ``squash`` or ``border``; None as for the
+            weights.
+        freeze: "body", "all" (except the class capsules), or modules by name.
+        layer_decay: factor of the learning rate from each layer to the one before it; None uses the default, 1 none.
+        epochs: maximum number; None uses as many as give about ``UPDATES`` updates.
+        from_scratch: start from random weights, for comparison.
+        skip_bad: skip images that cannot be read.
+        channels: read images in grey (1) or in colour (3); None: in colour if any has some.
         folds: train this many runs, each tested on another fold of the images; None: one run on all of them.
+        overrides: ``key=value`` lines that change keys of the recipe, as in ``capszoo train --set``.
         cpu, stop_after, accept_data, log_with: as for ``train``.
-        settings: further arguments of ``finetune_recipe``, such as ``epochs``, ``freeze`` or ``overrides``.
 
     Returns:
         The result of ``train`` and, once finished, paths: ``"labels"``, ``"confusion"``, ``"card"``. With ``folds``,
@@ -381,7 +388,24 @@ def finetune(
         TrainingError: the run cannot start, continue or be saved.
     """
     read = functools.cache(read_split)  # read each split once: for the recipe, for training, for evaluation
-    recipe = finetune_recipe(model, data, folds=folds, read=read, **settings)
+    recipe = finetune_recipe(
+        model,
+        data,
+        backbone=backbone,
+        head=head,
+        tag=tag,
+        img_size=img_size,
+        crop_mode=crop_mode,
+        freeze=freeze,
+        layer_decay=layer_decay,
+        epochs=epochs,
+        from_scratch=from_scratch,
+        skip_bad=skip_bad,
+        channels=channels,
+        folds=folds,
+        overrides=overrides,
+        read=read,
+    )
     options: dict[str, Any] = dict(cpu=cpu, stop_after=stop_after, accept_data=accept_data, log_with=log_with)
     undivided = recipe.model_copy(update={"data": recipe.data.model_copy(update={"val_size": 0})})
     images = load_data(recipe if folds is None else undivided, None, read)
