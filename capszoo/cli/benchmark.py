@@ -301,7 +301,7 @@ def _measure_agreement(
     second = prepare(names[1], dataset, data=data, **options)
     with progress_bar("comparing", first.n) as advance:
         result = agreement(first, second, progress=advance)
-    return {"dataset": first.images.spec.name, "of": first.whole, **result.to_dict()}
+    return {"dataset": first.images.spec.name, "of": first.whole, **vars(result)}
 
 
 def _agreement(

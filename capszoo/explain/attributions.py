@@ -14,8 +14,6 @@ from torch import Tensor, nn
 
 from ..errors import CapszooError, require
 
-__all__ = ["ATTRIBUTIONS", "attribution", "grid_of", "require_captum", "tile_index"]
-
 #: Tiles along the shorter side of an image.
 TILES = 7
 

@@ -18,19 +18,6 @@ from .._utils.choices import PICTURE_SUFFIXES
 from .._utils.files import replacing, write_csv
 from ..errors import CapszooError, UsageError, install_hint, require, unknown_name
 
-__all__ = [
-    "STYLES",
-    "for_display",
-    "image_style",
-    "new_figure",
-    "require_matplotlib",
-    "save",
-    "save_columns",
-    "show",
-    "style",
-    "write_numbers",
-]
-
 
 @dataclass(frozen=True)
 class Style:
@@ -172,18 +159,19 @@ def _printed(text: str) -> set[int]:
     return {ord(character) for character in text if not character.isspace()}
 
 
-def write_numbers(picture: Path, header: Sequence[str], rows: Iterable[Sequence[Any]]) -> Path:
-    """Write the data of a picture to a ``.csv`` file of the same name.
+def save_with_numbers(
+    figure: Any, path: str | Path, header: Sequence[str], rows: Iterable[Sequence[Any]]
+) -> Path:
+    """:func:`save` a figure, and write its data to a ``.csv`` file of the same name.
 
     Args:
-        picture: the picture's file.
+        figure, path: as for :func:`save`, which states the errors.
         header: names of the columns.
         rows: values of the rows; None is left empty.
-
-    Raises:
-        CapszooError: the file cannot be written.
     """
-    return write_csv(picture.with_suffix(".csv"), header, rows)
+    written = save(figure, path)
+    write_csv(written.with_suffix(".csv"), header, rows)
+    return written
 
 
 def save_columns(

@@ -151,19 +151,12 @@ class _Layer:
 
     def result(self) -> LayerStats:
         assert self.most is not None
-        even = 1 / len(self.most)
-        dead = int((self.most < DEAD * even).sum())
+        dead = int((self.most < DEAD * (1 / len(self.most))).sum())
         if self.over is None:
             negative = self.negative / self.size if self.size else 0.0
-            return LayerStats(*self.shape, over=None, entropy=None, peak=None, dead=dead, negative=negative)
-        entropy = self.entropy / self.count
-        return LayerStats(
-            *self.shape,
-            over=self.over,
-            entropy=None if math.isnan(entropy) else entropy,
-            peak=self.peak / self.count,
-            dead=dead,
-        )
+            return LayerStats(*self.shape, None, None, None, dead, negative)
+        entropy = None if math.isnan(self.entropy) else self.entropy / self.count
+        return LayerStats(*self.shape, self.over, entropy, self.peak / self.count, dead)
 
 
 class _Curve:
