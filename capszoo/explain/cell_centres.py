@@ -92,8 +92,8 @@ def centres_of(cells: Size, centres: dict[Size, Grid], size: Size, shrink: int =
                 return y.after(shrink, shrink, 0), x.after(shrink, shrink, 0)
     elif cells in centres:
         return centres[cells]
-    y, x = (side / count for count, side in zip(cells, size, strict=True))
-    return CellCentres(y / 2, y), CellCentres(x / 2, x)
+    tall, wide = (side / count for count, side in zip(cells, size, strict=True))
+    return CellCentres(tall / 2, tall), CellCentres(wide / 2, wide)
 
 
 _WINDOW = ("kernel_size", "stride", "padding", "dilation")

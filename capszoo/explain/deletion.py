@@ -24,7 +24,7 @@ from ..errors import CapszooError
 from ..models._inspect import evaluating
 from ..preprocess import ImageLike, ImageTransform, model_transform
 from ..scores import probabilities, score_kind
-from .attributions import grid_of, tile_index
+from .attributions import tile_index
 from .heat_map import Explanation, explain, model_input
 
 __all__ = ["Deletion", "deletion", "deletion_by_method"]
@@ -87,7 +87,7 @@ def deletion_by_method(
     """
     transform = model_transform(model)
     generator = torch.Generator().manual_seed(seed)
-    index = tile_index(*transform.size)
+    index, grid = tile_index(*transform.size)
     rows: dict[str, list[tuple[float, ...]]] = {method: [] for method in methods}
     for image in images:
         pixels = model_input(transform, image)
@@ -99,7 +99,7 @@ def deletion_by_method(
         if len(visible) < 2:
             continue
         # at the tiles' centres
-        heats = [heat_map.heat_at(*grid_of(index)).flatten()[visible] for heat_map in maps.values()]
+        heats = [heat_map.heat_at(*grid).flatten()[visible] for heat_map in maps.values()]
         orders = [torch.randperm(len(visible), generator=generator)]
         for heat in heats:
             orders += [heat.argsort(descending=True), heat.argsort()]

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 from .._utils.choices import PICTURE_SUFFIXES
 from .._utils.files import replacing, write_csv
-from ..errors import CapszooError, UsageError, install_hint, require, unknown_name
+from ..errors import UsageError, require, unknown_name
 
 
 @dataclass(frozen=True)
@@ -81,11 +81,10 @@ def new_figure(width: float, height: float) -> Any:
     Raises:
         CapszooError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise CapszooError("pictures need matplotlib", install_hint("explain")) from None
+    require_matplotlib("a picture")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure

@@ -236,12 +236,9 @@ def _add_votes(curve: _Curve, model: nn.Module, images: Tensor, labels: Tensor) 
     except (NotImplementedError, NoCapsules):
         return None
     curve.classes = classes
-    if not classes:
-        curve.add(votes, poses)
-    elif labels.dim() == 1:
-        own = torch.arange(len(labels), device=labels.device)
-        curve.add(votes[own, labels].unsqueeze(1), poses[own, labels].unsqueeze(1))
-    else:  # each of an image's classes
-        own, which = labels.nonzero(as_tuple=True)
-        curve.add(votes[own, which].unsqueeze(1), poses[own, which].unsqueeze(1))
+    if classes:  # each of an image's
+        single = torch.arange(len(labels), device=labels.device), labels
+        own = single if labels.dim() == 1 else labels.nonzero(as_tuple=True)
+        votes, poses = votes[own].unsqueeze(1), poses[own].unsqueeze(1)
+    curve.add(votes, poses)
     return curve

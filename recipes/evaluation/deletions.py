@@ -76,7 +76,7 @@ def deletions(
     check_deletion(target)
     count = min(DELETION_IMAGES if most is None else most, target.n)
     first = target.on(target.images.fixed().subset(torch.arange(count)))
-    images = [image for batch in first.batches(None) for image in batch.images.cpu()]
+    images = [image for batch in first.batches(count) for image in batch.images.cpu()]
 
     methods, reason = METHODS, ""
     try:

@@ -100,7 +100,7 @@ def rank(
         defined = [value for value in column if value is not None]
         means.append(sum(defined) / len(defined) if defined else None)
     rows = tuple(ClassRanking(label_names[k], *row) for k, row in figures.items())
-    return Ranking(named, specificity, *means, per_class=rows)
+    return Ranking(named, specificity, means[0], means[1], means[2], rows)
 
 
 def _figures(

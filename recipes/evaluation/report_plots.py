@@ -124,16 +124,16 @@ def draw_robustness(reports: Mapping[str, Mapping[str, Any]], path: str | Path) 
                 "write it again with capszoo eval --robustness --out",
             ) from None
         measured = drawn[name].robustness or _Robustness(sweeps=[], pgd=[])
-        lines = {
+        own = {
             (sweep.name, sweep.unit): list(zip(sweep.amounts, sweep.accuracy, strict=False))
             for sweep in measured.sweeps
         }
         if measured.pgd:
             key = f"PGD, {measured.pgd[0].steps} steps", "radius, of 255"
-            lines[key] = [(255 * entry.eps, entry.accuracy) for entry in measured.pgd]
-        if not any(lines.values()):
+            own[key] = [(255 * entry.eps, entry.accuracy) for entry in measured.pgd]
+        if not any(own.values()):
             raise CapszooError(f"{name} holds no robustness", "measure it with capszoo eval --robustness")
-        for key, points in lines.items():
+        for key, points in own.items():
             if points:
                 panels.setdefault(key, {})[name] = points
     columns = min(3, len(panels))

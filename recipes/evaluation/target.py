@@ -412,7 +412,7 @@ def _load(
 
 
 def _elsewhere(info: WeightsInfo | None, dataset: str, split: str, data: str | Path | None) -> bool:
-    """Whether held-out images may lie under another path than the training's: known are they by their sha256 alone."""
+    """Whether these may be the images of the training under another path, as ``_read_split`` tells by their sha256."""
     if info is None or split not in ("val", "validation") or not dataset.startswith(tuple(PREFIXES)):
         return False
     name = info.metadata.trained.data.name

@@ -241,13 +241,7 @@ def twin_groups(names: list[str] | None = None) -> list[list[str]]:
         names: candidate recipes; None uses all of the package.
     """
     recipes = list_recipes() if names is None else sorted(names)
-    groups = []
-    for base in recipes:
-        twins = [
-            name
-            for name in recipes
-            if name.startswith(f"{base}_") and Path(base).suffix and header_line(name, "Twin") != "none"
-        ]
-        if twins:
-            groups.append([base, *twins])
-    return groups
+    paired = [name for name in recipes if header_line(name, "Twin") != "none"]
+    bases = [name for name in recipes if Path(name).suffix]
+    groups = ([base, *(name for name in paired if name.startswith(f"{base}_"))] for base in bases)
+    return [group for group in groups if len(group) > 1]
