@@ -112,15 +112,13 @@ def _check_golden(arrays: dict[str, np.ndarray], info: WeightsInfo, path: Path) 
     """Check golden outputs: a few raw images of the model's size, and their scores."""
     pixels, scores = arrays["pixels"], arrays["scores"]
     count = len(pixels) if pixels.ndim else 0
-    if pixels.dtype != np.uint8 or pixels.shape[1:] != info.input_size or not 1 <= count <= 1024:
+    images = pixels.dtype == np.uint8 and pixels.shape[1:] == info.input_size and 1 <= count <= 1024
+    numbers = scores.dtype.kind == "f" and scores.shape == (count, info.num_classes)
+    if not images or not numbers or not np.isfinite(scores).all():
         raise PublishError(
-            f"{path}: pixels are {pixels.dtype} {pixels.shape}, not up to 1,024 uint8 images of {info.input_size}",
+            f"{path}: pixels {pixels.dtype} {pixels.shape} and scores {scores.dtype} {scores.shape} are no golden "
+            f"outputs for up to 1,024 images of {info.input_size} and {info.num_classes} classes",
             "remove the file: other images are drawn then",
-        )
-    if scores.shape != (count, info.num_classes) or scores.dtype.kind != "f" or not np.isfinite(scores).all():
-        raise PublishError(
-            f"{path}: scores are {scores.dtype} {scores.shape}, not {count} x {info.num_classes} finite numbers",
-            "remove the file: they are computed again then",
         )
 
 

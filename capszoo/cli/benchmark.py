@@ -290,7 +290,7 @@ def _agreement(names: list[str], dataset: str | None, data: str | None, **option
     second = prepare(names[1], dataset, data=data, **options)
     with progress_bar("comparing", first.n) as advance:
         result = agreement(first, second, progress=advance)
-    return {"dataset": first.images.spec.name, "of": first.whole, **result.to_dict()}
+    return {"dataset": first.images.spec.name, "of": first.whole, **vars(result)}
 
 
 def _print_agreement(names: list[str], agreement: dict[str, Any]) -> None:

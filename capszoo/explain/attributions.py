@@ -14,8 +14,6 @@ from torch import Tensor, nn
 
 from ..errors import CapszooError, require
 
-__all__ = ["ATTRIBUTIONS", "attribution", "grid_of", "require_captum", "tile_index"]
-
 #: Tiles along the shorter side of an image.
 TILES = 7
 
@@ -34,23 +32,15 @@ class _OfPixels(nn.Module):
         return self.model((pixels - self.mean) / self.std)
 
 
-def tile_index(height: int, width: int, tiles: int = TILES) -> Tensor:
-    """Number of the tile of each pixel ``[height, width]``, row by row from 0.
+def tile_index(height: int, width: int) -> tuple[Tensor, tuple[int, int]]:
+    """Number of the tile of each pixel ``[height, width]``, row by row from 0; and the rows and columns of tiles.
 
-    Args:
-        height, width: of the image, in pixels.
-        tiles: along the shorter side; the longer side has as many of about the same size as fit.
+    ``TILES`` lie along the shorter side; the longer side has as many of about the same size as fit.
     """
     short = min(height, width)
-    rows, columns = (min(side, round(tiles * side / short)) for side in (height, width))
+    rows, columns = (min(side, round(TILES * side / short)) for side in (height, width))
     row, column = ((torch.arange(side) * count) // side for side, count in ((height, rows), (width, columns)))
-    return row[:, None] * columns + column
-
-
-def grid_of(index: Tensor) -> tuple[int, int]:
-    """Rows and columns of :func:`tile_index`."""
-    columns = int(index[0, -1]) + 1
-    return (int(index[-1, -1]) + 1) // columns, columns
+    return row[:, None] * columns + column, (rows, columns)
 
 
 def require_captum(method: str) -> None:
@@ -74,9 +64,9 @@ def attribution(
         CapszooError: captum is not installed.
     """
     require_captum(method)
-    index = tile_index(*pixels.shape[-2:])
+    index, grid = tile_index(*pixels.shape[-2:])
     values = ATTRIBUTIONS[method](_OfPixels(model, mean, std), pixels, target, index.to(pixels.device))
-    return values.detach().float().cpu().reshape(grid_of(index))
+    return values.detach().float().cpu().reshape(grid)
 
 
 def _gradient(scores: nn.Module, pixels: Tensor, target: int, index: Tensor) -> Tensor:

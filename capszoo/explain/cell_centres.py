@@ -14,8 +14,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["CellCentres", "centres_of", "recorded_centres"]
-
 
 @dataclass(frozen=True)
 class CellCentres:
@@ -37,14 +35,9 @@ class CellCentres:
         """Those of the outputs of a convolution or a pooling over these cells."""
         return CellCentres(self.first + ((kernel - 1) / 2 - padding) * self.step, self.step * stride)
 
-    @classmethod
-    def spread(cls, cells: int, pixels: int) -> CellCentres:
-        """Cells that divide the axis evenly."""
-        return cls(pixels / cells / 2, pixels / cells)
-
 
 Grid = tuple[CellCentres, CellCentres]
-Size = tuple[int, int]
+Size = tuple[int, ...]
 
 
 @contextmanager
@@ -63,7 +56,7 @@ def recorded_centres(model: nn.Module, size: Size) -> Iterator[dict[Size, Grid]]
     def note(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if not (args and _is_map(args[0]) and _is_map(output)):
             return
-        before, after = _size(args[0]), _size(output)
+        before, after = args[0].shape[2:], output.shape[2:]
         if before not in grids or after in grids:
             return
         window = zip(grids[before], before, after, *(_pair(module, name) for name in _WINDOW), strict=True)
@@ -99,8 +92,8 @@ def centres_of(cells: Size, centres: dict[Size, Grid], size: Size, shrink: int =
                 return y.after(shrink, shrink, 0), x.after(shrink, shrink, 0)
     elif cells in centres:
         return centres[cells]
-    y, x = (CellCentres.spread(count, side) for count, side in zip(cells, size, strict=True))
-    return y, x
+    tall, wide = (side / count for count, side in zip(cells, size, strict=True))
+    return CellCentres(tall / 2, tall), CellCentres(wide / 2, wide)
 
 
 _WINDOW = ("kernel_size", "stride", "padding", "dilation")
@@ -108,10 +101,6 @@ _WINDOW = ("kernel_size", "stride", "padding", "dilation")
 
 def _is_map(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dim() == 4
-
-
-def _size(feature_map: Tensor) -> Size:
-    return feature_map.shape[2], feature_map.shape[3]
 
 
 def _pair(module: nn.Module, name: str) -> tuple[Any, Any]:

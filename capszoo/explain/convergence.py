@@ -64,11 +64,16 @@ def _routers(model: nn.Module) -> list[nn.Module]:
 
 
 @contextmanager
-def _iterations(router: nn.Module, count: int) -> Iterator[None]:
-    """Set the number of iterations of a router and its submodules within this context."""
+def all_iterations(model: nn.Module, count: int) -> Iterator[None]:
+    """Set the number of iterations of every routing layer of a model within this context.
+
+    Args:
+        model: a network of the zoo, or one of its layers.
+        count: iterations, 1 or more.
+    """
     before = [
         (module, name, getattr(module, name))
-        for module in router.modules()
+        for module in model.modules()
         for name in iteration_attributes(module)
     ]
     try:
@@ -80,55 +85,34 @@ def _iterations(router: nn.Module, count: int) -> Iterator[None]:
             setattr(module, name, value)
 
 
-@contextmanager
-def all_iterations(model: nn.Module, count: int) -> Iterator[None]:
-    """Set the number of iterations of every routing layer of a model within this context.
-
-    Args:
-        model: a network of the zoo.
-        count: iterations, 1 or more.
-    """
-    with _iterations(model, count):
-        yield
-
-
 class _Layer:
     """Sums over the images, for one layer."""
 
     def __init__(self, layout: CouplingLayout, own: int, iterations: int) -> None:
         self.layout, self.own = layout, own
-        self.sums = torch.zeros(2, iterations, dtype=torch.float64)
-        self.sizes = torch.zeros(iterations, dtype=torch.float64)  # of credit
+        self.sums = torch.zeros(
+            2, iterations, dtype=torch.float64
+        )  # logits (or the size of credit), couplings
         self.count = 0
 
     def add(self, iterations: list[Tensor]) -> None:
         """Add the couplings after each iteration, in the layout of the network."""
         flat = [canonical(c, self.layout) for c in iterations]  # [b, positions, parents, children]
         self.count += flat[0].numel()
-        if self.layout.over is None:
-            self._add_credit(flat)
-            return
-        axis = 2 if self.layout.over == "parents" else 3
-        even = 1 / flat[0].shape[axis]
-        before = torch.full_like(flat[0], even)
+        credit = self.layout.over is None
+        axis = 3 if self.layout.over == "children" else 2
+        even = 1.0 if credit else 1 / flat[0].shape[axis]
+        before = torch.full_like(flat[0], 0.0 if credit else even)
         for t, now in enumerate(flat):
-            logits = [_logits(c, axis) for c in (before, now)]
-            self.sums[0, t] += float((logits[1] - logits[0]).abs().cpu().double().sum())
+            logits = now if credit else _logits(now, axis) - _logits(before, axis)
+            self.sums[0, t] += float(logits.abs().cpu().double().sum())
             self.sums[1, t] += float((now - before).abs().cpu().double().sum()) / even
-            before = now
-
-    def _add_credit(self, iterations: list[Tensor]) -> None:
-        before = torch.zeros_like(iterations[0])
-        for t, now in enumerate(iterations):
-            self.sums[1, t] += float((now - before).abs().cpu().double().sum())
-            self.sizes[t] += float(now.abs().cpu().double().sum())
             before = now
 
     def result(self) -> IterationChanges:
         if self.layout.over is None:
-            return IterationChanges(
-                self.own, (), tuple((self.sums[1] / self.sizes.clamp_min(1e-30)).tolist())
-            )
+            sizes, changes = self.sums
+            return IterationChanges(self.own, (), tuple((changes / sizes.clamp_min(1e-30)).tolist()))
         logits, couplings = (self.sums / self.count).tolist()
         return IterationChanges(self.own, tuple(logits), tuple(couplings))
 
@@ -168,7 +152,7 @@ def iteration_changes(
             for k, router in enumerate(routers):
                 outputs = []
                 for t in range(1, most + 1):
-                    with _iterations(router, t):
+                    with all_iterations(router, t):
                         outputs.append(forward(images).couplings)
                 for number in range(len(layers)) if together else (k,):
                     layers[number].add([couplings[number] for couplings in outputs])

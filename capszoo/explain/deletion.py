@@ -24,7 +24,7 @@ from ..errors import CapszooError
 from ..models._inspect import evaluating
 from ..preprocess import ImageLike, ImageTransform, model_transform
 from ..scores import probabilities, score_kind
-from .attributions import grid_of, tile_index
+from .attributions import tile_index
 from .heat_map import Explanation, explain, model_input
 
 __all__ = ["Deletion", "deletion", "deletion_by_method"]
@@ -87,17 +87,19 @@ def deletion_by_method(
     """
     transform = model_transform(model)
     generator = torch.Generator().manual_seed(seed)
-    index = tile_index(*transform.size)
+    index, grid = tile_index(*transform.size)
     rows: dict[str, list[tuple[float, ...]]] = {method: [] for method in methods}
     for image in images:
         pixels = model_input(transform, image)
         maps = {method: explain(model, pixels, method=method) for method in methods}
         explanation = maps[methods[0]]
-        visible = (_largest(explanation.image.amax(0), index) > BLACK).nonzero()[:, 0]
+        brightest = explanation.image.amax(0).flatten()
+        largest = torch.zeros(int(index.max()) + 1).scatter_reduce(0, index.flatten(), brightest, "amax")
+        visible = (largest > BLACK).nonzero()[:, 0]
         if len(visible) < 2:
             continue
         # at the tiles' centres
-        heats = [heat_map.heat_at(*grid_of(index)).flatten()[visible] for heat_map in maps.values()]
+        heats = [heat_map.heat_at(*grid).flatten()[visible] for heat_map in maps.values()]
         orders = [torch.randperm(len(visible), generator=generator)]
         for heat in heats:
             orders += [heat.argsort(descending=True), heat.argsort()]
@@ -148,18 +150,9 @@ def _summary(rows: Tensor) -> Deletion:
     return Deletion(n, correlation, hottest, coldest, random, gain, margin)
 
 
-def _largest(values: Tensor, index: Tensor) -> Tensor:
-    """The largest of the values ``[h, w]``, 0 or more, in each tile."""
-    return torch.zeros(int(index.max()) + 1).scatter_reduce(0, index.flatten(), values.flatten(), "amax")
-
-
 def _rank_correlation(a: Tensor, b: Tensor) -> float:
     """Spearman's coefficient, equal values having their mean rank; 0 if all are equal."""
-    first, second = (_ranks(values) for values in (a, b))
-    size = float(first.norm() * second.norm())
-    return float(first @ second) / size if size else 0.0
+    from scipy.stats import rankdata
 
-
-def _ranks(values: Tensor) -> Tensor:
-    below = (values[:, None] > values).sum(1).double() + (values[:, None] == values).sum(1) / 2
-    return below - below.mean()
+    ranks = torch.from_numpy(rankdata(torch.stack([a, b]), axis=1))
+    return float(torch.corrcoef(ranks)[0, 1].nan_to_num(0))

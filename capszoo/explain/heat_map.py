@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from .._pretrained.facts import label_names
-from .._utils.files import check_numbers_file
+from .._utils.files import check_numbers_file, write_csv
 from ..errors import CapszooError, NoCapsules, UsageError, unknown_name
 from ..models._inspect import evaluating
 from ..models.routing_pool import RoutingPoolNet
@@ -26,7 +26,7 @@ from ..preprocess import ImageLike, ImageTransform, as_image, model_transform
 from ..scores import probabilities, score_kind
 from .attributions import ATTRIBUTIONS, attribution
 from .cell_centres import CellCentres, centres_of, recorded_centres
-from .plotting import for_display, image_style, new_figure, save, show, write_numbers
+from .plotting import for_display, image_style, new_figure, save, show
 
 __all__ = ["MEANINGS", "METHODS", "Explanation", "class_index", "explain", "save_figure", "save_heat_grid"]
 
@@ -94,8 +94,7 @@ class Explanation:
         if self.covered is None:
             object.__setattr__(self, "covered", torch.ones_like(self.heat, dtype=torch.bool))
         if self.centres is None:
-            cells, (height, width) = _cells(self.heat), self.image.shape[-2:]
-            object.__setattr__(self, "centres", centres_of(cells, {}, (height, width)))
+            object.__setattr__(self, "centres", centres_of(self.heat.shape, {}, self.image.shape[-2:]))
 
     @property
     def meaning(self) -> str:
@@ -148,10 +147,6 @@ class Explanation:
         rows = torch.lerp(values[lower_y], values[upper_y], part_y[:, None])
         heat = torch.lerp(rows[:, lower_x], rows[:, upper_x], part_x)
         return torch.where(inside_y[:, None] & inside_x, heat, self.neutral)
-
-
-def _cells(heat: Tensor) -> tuple[int, int]:
-    return heat.shape[0], heat.shape[1]
 
 
 def _between_cells(
@@ -258,7 +253,7 @@ def _routed(model: Any, batch: Tensor, target: int | None, size: tuple[int, int]
         "reconstruction": reconstruction,
         "covered": covered,
         "quantity": getattr(model, "map_quantity", "coupling"),
-        "centres": centres_of(_cells(heat), centres, size, shrink),
+        "centres": centres_of(heat.shape, centres, size, shrink),
     }
 
 
@@ -357,7 +352,7 @@ def save_figure(explanation: Explanation, path: str | Path, about: str | None = 
     if about is None:  # pictures in the docs state their source, and have no data file beside them
         grid = explanation.relative.tolist()
         rows = [[None if math.isnan(value) else f"{value:.5g}" for value in row] for row in grid]
-        write_numbers(written, [f"column {k}" for k in range(len(grid[0]))], rows)
+        write_csv(written.with_suffix(".csv"), [f"column {k}" for k in range(len(grid[0]))], rows)
     return written
 
 
@@ -469,8 +464,8 @@ def _hatch(axis: Any, explanation: Explanation) -> None:
 
 def _edges(explanation: Explanation) -> list[tuple[float, float]]:
     """Top and bottom, left and right of the grid's cells in the image, in pixels."""
-    cells = _cells(explanation.heat)
-    return [centres.edges(count) for centres, count in zip(explanation.centres, cells, strict=True)]
+    cells = zip(explanation.centres, explanation.heat.shape, strict=True)
+    return [centres.edges(count) for centres, count in cells]
 
 
 def _bare(axis: Any) -> None:

@@ -16,20 +16,7 @@ if TYPE_CHECKING:
 
 from .._utils.choices import PICTURE_SUFFIXES
 from .._utils.files import replacing, write_csv
-from ..errors import CapszooError, UsageError, install_hint, require, unknown_name
-
-__all__ = [
-    "STYLES",
-    "for_display",
-    "image_style",
-    "new_figure",
-    "require_matplotlib",
-    "save",
-    "save_columns",
-    "show",
-    "style",
-    "write_numbers",
-]
+from ..errors import UsageError, require, unknown_name
 
 
 @dataclass(frozen=True)
@@ -94,11 +81,10 @@ def new_figure(width: float, height: float) -> Any:
     Raises:
         CapszooError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise CapszooError("pictures need matplotlib", install_hint("explain")) from None
+    require_matplotlib("a picture")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure
@@ -172,18 +158,19 @@ def _printed(text: str) -> set[int]:
     return {ord(character) for character in text if not character.isspace()}
 
 
-def write_numbers(picture: Path, header: Sequence[str], rows: Iterable[Sequence[Any]]) -> Path:
-    """Write the data of a picture to a ``.csv`` file of the same name.
+def save_with_numbers(
+    figure: Any, path: str | Path, header: Sequence[str], rows: Iterable[Sequence[Any]]
+) -> Path:
+    """:func:`save` a figure, and write its data to a ``.csv`` file of the same name.
 
     Args:
-        picture: the picture's file.
+        figure, path: as for :func:`save`, which states the errors.
         header: names of the columns.
         rows: values of the rows; None is left empty.
-
-    Raises:
-        CapszooError: the file cannot be written.
     """
-    return write_csv(picture.with_suffix(".csv"), header, rows)
+    written = save(figure, path)
+    write_csv(written.with_suffix(".csv"), header, rows)
+    return written
 
 
 def save_columns(

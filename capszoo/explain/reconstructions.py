@@ -241,20 +241,11 @@ def overlaps(
             others = output.scores[place].clone()
             others[torch.cat([there, top[place]])] = -torch.inf
             classes = torch.cat([there, top[place], others.argmax()[None]])  # the most probable other class
-            drawn = _decode(model, output.poses[place].expand(5, -1, -1), classes)
-            name = [labels[number] for number in classes.tolist()]
+            a, b, c, d, e = _decode(model, output.poses[place].expand(5, -1, -1), classes)
+            one, two, three, four, stranger = (labels[number] for number in classes.tolist())
             seen = transform.restore(images[place])
-            by_outcome[kind].append(
-                Overlap(
-                    seen,
-                    (name[0], name[1]),
-                    (name[2], name[3]),
-                    name[4],
-                    (drawn[0], drawn[1]),
-                    (drawn[2], drawn[3]),
-                    drawn[4],
-                )
-            )
+            found = Overlap(seen, (one, two), (three, four), stranger, (a, b), (c, d), e)
+            by_outcome[kind].append(found)
         if all(len(by_outcome[kind]) == wanted[kind] for kind in wanted):
             break
     return by_outcome[True] + by_outcome[False]
@@ -335,12 +326,5 @@ def save_overlaps(
         columns.append((name, pictures))
     rows = ("input", "from the\ntrue digits", "from the\npredicted digits", "first true digit,\nand neither")
     legend = {"first digit": FIRST_COLOUR, "second digit": SECOND_COLOUR}
-    return save_columns(
-        columns,
-        rows,
-        path,
-        about,
-        gap=sum(one.right for one in drawings),
-        title=title,
-        legend=legend,
-    )
+    gap = sum(one.right for one in drawings)
+    return save_columns(columns, rows, path, about, gap=gap, title=title, legend=legend)

@@ -151,19 +151,12 @@ class _Layer:
 
     def result(self) -> LayerStats:
         assert self.most is not None
-        even = 1 / len(self.most)
-        dead = int((self.most < DEAD * even).sum())
+        dead = int((self.most < DEAD * (1 / len(self.most))).sum())
         if self.over is None:
             negative = self.negative / self.size if self.size else 0.0
-            return LayerStats(*self.shape, over=None, entropy=None, peak=None, dead=dead, negative=negative)
-        entropy = self.entropy / self.count
-        return LayerStats(
-            *self.shape,
-            over=self.over,
-            entropy=None if math.isnan(entropy) else entropy,
-            peak=self.peak / self.count,
-            dead=dead,
-        )
+            return LayerStats(*self.shape, None, None, None, dead, negative)
+        entropy = None if math.isnan(self.entropy) else self.entropy / self.count
+        return LayerStats(*self.shape, self.over, entropy, self.peak / self.count, dead)
 
 
 class _Curve:
@@ -243,12 +236,9 @@ def _add_votes(curve: _Curve, model: nn.Module, images: Tensor, labels: Tensor) 
     except (NotImplementedError, NoCapsules):
         return None
     curve.classes = classes
-    if not classes:
-        curve.add(votes, poses)
-    elif labels.dim() == 1:
-        own = torch.arange(len(labels), device=labels.device)
-        curve.add(votes[own, labels].unsqueeze(1), poses[own, labels].unsqueeze(1))
-    else:  # each of an image's classes
-        own, which = labels.nonzero(as_tuple=True)
-        curve.add(votes[own, which].unsqueeze(1), poses[own, which].unsqueeze(1))
+    if classes:  # each of an image's
+        single = torch.arange(len(labels), device=labels.device), labels
+        own = single if labels.dim() == 1 else labels.nonzero(as_tuple=True)
+        votes, poses = votes[own].unsqueeze(1), poses[own].unsqueeze(1)
+    curve.add(votes, poses)
     return curve

@@ -24,10 +24,8 @@ from torch import Tensor, nn
 from capszoo.errors import UsageError, require, unknown_name
 
 from .metrics import share_interval
-from .robustness import PixelScores, attack_loss
+from .robustness import PixelScores, attack_loss, without_gradients
 from .target import EvalTarget
-
-__all__ = ["ATTACKS", "Adversarial", "RadiusResult", "adversarial", "parse_attacks"]
 
 #: Names that ``--attack`` takes, in the order in which they are run.
 ATTACKS = ("apgd", "square")
@@ -120,26 +118,15 @@ def adversarial(
     batches = [(batch.pixels.float() / 255, batch.labels) for batch in target.batches(batch_size)]
     pixels, labels = (torch.cat(part) for part in zip(*batches, strict=True))
     scores = PixelScores(target).eval()
-    parameters = [p for p in target.net.parameters() if p.requires_grad]
-    for p in parameters:  # their gradients are not needed
-        p.requires_grad_(False)
-    try:
+    results = []
+    with without_gradients(target.net), _seeded(seed):
         zero, flat = _gradient_signs(scores, pixels, labels, batch_size)
-        with _seeded(seed):
-            results = []
-            for eps in radii:
-                results.append(_attacked(scores, pixels, labels, eps, attacks, steps, batch_size))
-                if progress:
-                    progress(len(labels))
-    finally:
-        for p in parameters:
-            p.requires_grad_(True)
-    alone = max(
-        (one.after.get("margin", 0) - one.after["square"] for one in results if "square" in one.after),
-        default=0,
-    )
-    if attacks == ("square",):
-        alone = 0
+        for eps in radii:
+            results.append(_attacked(scores, pixels, labels, eps, attacks, steps, batch_size))
+            if progress:
+                progress(len(labels))
+    both = [one.after for one in results if {"margin", "square"} <= one.after.keys()]
+    alone = max((after["margin"] - after["square"] for after in both), default=0)
     masked = max(zero, flat, alone / len(labels)) > MASKED
     return Adversarial(len(labels), seed, steps, attacks, tuple(results), zero, flat, masked)
 

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from capszoo.errors import CapszooError
 
-from .metrics import all_right, predicted
+from .metrics import predicted
 from .target import EvalTarget, in_float32
-
-__all__ = ["Agreement", "agreement"]
 
 
 @dataclass(frozen=True)
@@ -35,9 +32,6 @@ class Agreement:
     only_first: int
     only_second: int
     both_wrong: int
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def _order(first: EvalTarget, second: EvalTarget) -> Tensor | None:
@@ -83,16 +77,13 @@ def agreement(
         scores = [target.net(batch.images).float() for target, batch in ((first, a), (second, b))]
         if order is not None:
             scores[1] = scores[1][:, order]
-        right = [
-            all_right(s, a.labels, labels_per_image, target.threshold)
-            for s, target in zip(scores, (first, second), strict=True)
-        ]
         answers = [
             predicted(s, a.labels, labels_per_image, target.threshold)
             for s, target in zip(scores, (first, second), strict=True)
         ]
         same = (answers[0] == answers[1]).all(1)
-        one, two = right
+        truth = a.labels[:, None] if a.labels.dim() == 1 else a.labels
+        one, two = ((answer == truth).all(1) for answer in answers)
         counts += torch.stack(
             [same.sum(), (one & two).sum(), (one & ~two).sum(), (~one & two).sum(), (~one & ~two).sum()]
         ).cpu()

@@ -21,17 +21,6 @@ from capszoo.scores import probabilities, score_kind
 from .metrics import scored
 from .target import EvalTarget, prepare
 
-__all__ = [
-    "BINS",
-    "CalibrationResult",
-    "Reliability",
-    "calibrate",
-    "check_calibration",
-    "fit_temperature",
-    "held_out_images",
-    "reliability",
-]
-
 #: Bins of equal width for the confidence.
 BINS = 15
 

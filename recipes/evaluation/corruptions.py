@@ -29,18 +29,6 @@ from capszoo.errors import CapszooError
 from .metrics import all_right
 from .target import EvalTarget
 
-__all__ = [
-    "CIFAR_C",
-    "CORRUPTIONS",
-    "MNIST_C",
-    "Corruption",
-    "CorruptionResult",
-    "corrupt",
-    "corruption_set",
-    "corruptions",
-    "mean_accuracy",
-]
-
 #: Images whose random numbers are drawn together: the result does not depend on the batch size.
 BLOCK = 250
 

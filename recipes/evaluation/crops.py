@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = ["Crops", "default_side"]
-
 
 @dataclass(frozen=True)
 class Crops:

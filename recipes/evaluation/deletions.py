@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from capszoo.errors import CapszooError, UsageError
@@ -18,8 +19,6 @@ from capszoo.explain.deletion import deletion_by_method
 from capszoo.explain.heat_map import METHODS, explain
 
 from .target import EvalTarget
-
-__all__ = ["DELETION_IMAGES", "DeletionScore", "check_deletion", "deletions"]
 
 #: Images of the test, the first ones: each takes some 400 forward passes.
 DELETION_IMAGES = 100
@@ -75,13 +74,9 @@ def deletions(
         CapszooError: as :func:`check_deletion`.
     """
     check_deletion(target)
-    wanted = DELETION_IMAGES if most is None else most
-    images: list[Tensor] = []
-    for batch in target.batches(None):
-        images.extend(batch.images.cpu())
-        if len(images) >= wanted:
-            break
-    images = images[:wanted]
+    count = min(DELETION_IMAGES if most is None else most, target.n)
+    first = target.on(target.images.fixed().subset(torch.arange(count)))
+    images = [image for batch in first.batches(count) for image in batch.images.cpu()]
 
     methods, reason = METHODS, ""
     try:

@@ -15,8 +15,6 @@ from capszoo.models._inspect import routing_iterations
 from .metrics import all_right, predicted, scored
 from .target import EvalTarget
 
-__all__ = ["IterationAccuracy", "accuracy_by_iterations", "parse_iterations"]
-
 
 @dataclass(frozen=True)
 class IterationAccuracy:

@@ -15,8 +15,6 @@ from torch.utils._pytree import tree_leaves
 
 from capszoo.models._inspect import evaluating
 
-__all__ = ["available_memory", "fitting_images", "memory_per_image"]
-
 #: Bytes that an evaluation on a CPU takes at most, also where there is more memory.
 MOST_BYTES = 5 * 10**9
 

@@ -18,38 +18,17 @@ from capszoo.scores import score_kind
 from .ranking import Ranking, rank
 from .target import EvalTarget
 
-__all__ = [
-    "ClassFigures",
-    "EvalResult",
-    "Tally",
-    "all_right",
-    "assess",
-    "count_correct",
-    "mean_recall",
-    "pooled",
-    "predicted",
-    "recall_line",
-    "reproduced",
-    "scored",
-    "stated_top1",
-]
-
-
-def answers(scores: Tensor, labels: Tensor, count: int | None = None, threshold: float = 0.5) -> Tensor:
-    """The classes predicted by the scores: zeros and ones [b, n], in the format of the labels."""
-    if count:
-        return torch.zeros_like(labels).scatter_(1, scores.topk(count, dim=1).indices, 1.0)
-    return (scores > threshold).to(labels.dtype)
-
 
 def predicted(scores: Tensor, labels: Tensor, count: int | None = None, threshold: float = 0.5) -> Tensor:
-    """The answer to each image, to be compared with another model's: its class [b, 1], or the classes [b, n] as above.
+    """The answer to each image: its class [b, 1], or zeros and ones [b, n] in the format of the labels.
 
     Args: as for ``all_right``.
     """
     if labels.dim() == 1:
         return scores.argmax(1, keepdim=True)
-    return answers(scores, labels, count, threshold)
+    if count:
+        return torch.zeros_like(labels).scatter_(1, scores.topk(count, dim=1).indices, 1.0)
+    return (scores > threshold).to(labels.dtype)
 
 
 def all_right(scores: Tensor, labels: Tensor, count: int | None = None, threshold: float = 0.5) -> Tensor:
@@ -61,9 +40,8 @@ def all_right(scores: Tensor, labels: Tensor, count: int | None = None, threshol
         count: number of classes of each image, if known: this many of the highest scores are the answer.
         threshold: otherwise the scores above it are the answer (0.5 for capsule lengths, 0 for logits).
     """
-    if labels.dim() == 1:
-        return scores.argmax(1) == labels
-    return (answers(scores, labels, count, threshold) == labels).all(1)
+    right = predicted(scores, labels, count, threshold) == (labels[:, None] if labels.dim() == 1 else labels)
+    return right.all(1)
 
 
 @dataclass(frozen=True)
@@ -137,7 +115,7 @@ class Tally:
             cells = labels * n + scores.argmax(1)
             self.table += torch.bincount(cells, minlength=n * n).view(n, n)
         else:  # present and predicted, present, predicted
-            answered = answers(scores, labels, self.count, self.threshold)
+            answered = predicted(scores, labels, self.count, self.threshold)
             self.table += torch.stack([(answered * labels).sum(0), labels.sum(0), answered.sum(0)]).long()
 
     def result(self, label_names: Sequence[str]) -> EvalResult:

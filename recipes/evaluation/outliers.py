@@ -32,17 +32,6 @@ from capszoo.scores import probabilities, score_kind
 
 from .target import EvalTarget, drawn
 
-__all__ = [
-    "OutlierResult",
-    "OutlierScore",
-    "auroc",
-    "other_images",
-    "outlier_scores",
-    "outliers",
-    "require_auroc",
-]
-
-
 #: Largest energy of scores that are logarithms of probabilities.
 NORMALISED = 1e-3
 

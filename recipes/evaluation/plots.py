@@ -8,12 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from capszoo._utils.files import write_atomically
-from capszoo.errors import CapszooError, UsageError, install_hint
-from capszoo.explain.plotting import new_figure, save, write_numbers
+from capszoo.errors import CapszooError, UsageError
+from capszoo.explain.plotting import new_figure, require_matplotlib, save_with_numbers
 
 from .report_plots import agreement_panel
-
-__all__ = ["NAMES", "draw_curves", "draw_routing_probe", "draw_runs"]
 
 #: Keys of a record, in words.
 NAMES = {
@@ -46,10 +44,8 @@ def draw_curves(path: Path, title: str, records: Sequence[Mapping[str, Any]], **
         records: the epochs' records.
         metadata: stored in the file, under the keys of its format (``Description``).
     """
-    try:
-        import matplotlib
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(f"curves need matplotlib: {install_hint('train')}") from error
+    require_matplotlib("curves")
+    import matplotlib
 
     kind = path.suffix.lstrip(".")
     # Text stays text and nothing depends on the date, so that the same curves give the same file.
@@ -58,23 +54,24 @@ def draw_curves(path: Path, title: str, records: Sequence[Mapping[str, Any]], **
         for axes, (label, keys) in zip(
             figure.subplots(1, len(CURVE_PANELS)), CURVE_PANELS.items(), strict=True
         ):
-            drawn = 0
             for key in keys:
-                points = [(r["epoch"], r[key]) for r in records if r.get(key) is not None]
-                if points:
-                    marker = "." if len(points) < 30 else ""
-                    axes.plot(*zip(*points, strict=True), marker=marker, label=NAMES.get(key, key))
-                    drawn += 1
+                _draw_line(axes, records, "epoch", key, NAMES[key])
             axes.set(xlabel="epoch", ylabel=label)
-            axes.xaxis.get_major_locator().set_params(integer=True)
-            axes.grid(alpha=0.3)
-            if drawn > 1:
+            if len(axes.lines) > 1:
                 axes.legend()
         figure.suptitle(f"Training of {title}", parse_math=False)  # a folder $A_$B is no formula
         picture = io.BytesIO()
         about: dict[str, Any] = {**metadata, **({"Date": None} if kind == "svg" else {})}
         figure.savefig(picture, format=kind, dpi=100, metadata=about)
     write_atomically(path, picture.getvalue())
+
+
+def _draw_line(axes: Any, records: Sequence[Mapping[str, Any]], x: str, key: str, label: str) -> None:
+    points = [(record[x], record[key]) for record in records if record.get(key) is not None]
+    if points:
+        axes.plot(*zip(*points, strict=True), marker="." if len(points) < 30 else "", label=label)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.grid(alpha=0.3)
 
 
 def draw_runs(
@@ -98,22 +95,16 @@ def draw_runs(
     for axes, (label, keys) in zip(figure.subplots(1, len(RUN_PANELS)), RUN_PANELS.items(), strict=True):
         for name, records in runs.items():
             key = next((key for key in keys if any(r.get(key) is not None for r in records)), keys[0])
-            points = [(r[x], r[key]) for r in records if r.get(key) is not None]
-            if points:
-                what = f"{name}, {'validation' if key.startswith('val') else 'training'}"
-                axes.plot(*zip(*points, strict=True), marker="." if len(points) < 30 else "", label=what)
+            what = f"{name}, {'validation' if key.startswith('val') else 'training'}"
+            _draw_line(axes, records, x, key, what)
         axes.set(xlabel="training images seen" if x == "images" else x, ylabel=label)
-        axes.xaxis.get_major_locator().set_params(integer=True)
-        axes.grid(alpha=0.3)
         axes.legend(fontsize=8)
         if log and "loss" in label:
             axes.set_yscale("log")
     figure.suptitle(" and ".join(runs) if len(runs) < 3 else f"{len(runs)} runs", fontsize=10)
-    written = save(figure, path)
     columns = ["epoch", *(["images"] if x == "images" else []), *NAMES]
     rows = [[name, *(r.get(key) for key in columns)] for name, records in runs.items() for r in records]
-    write_numbers(written, ["run", *columns], rows)
-    return written
+    return save_with_numbers(figure, path, ["run", *columns], rows)
 
 
 def shown_epochs(epochs: Sequence[int]) -> list[int]:
@@ -156,12 +147,12 @@ def draw_routing_probe(runs: Mapping[str, Sequence[Mapping[str, Any]]], path: st
         for axes in line[len(chosen) :]:
             axes.set_axis_off()
     figure.suptitle("Votes by their agreement with the parent capsule", fontsize=11)
-    written = save(figure, path)
     numbers = [
         [name, epoch, (2 * k + 1) / len(values["share"]) - 1, share, length]
         for name, chosen in rows.items()
         for epoch, values in chosen.items()
         for k, (share, length) in enumerate(zip(values["share"], values["length"], strict=True))
     ]
-    write_numbers(written, ["run", "epoch", "cosine", "share of votes %", "mean length"], numbers)
-    return written
+    return save_with_numbers(
+        figure, path, ["run", "epoch", "cosine", "share of votes %", "mean length"], numbers
+    )

@@ -27,8 +27,6 @@ from capszoo.errors import CapszooError, NoCapsules
 from .robustness import move
 from .target import EvalTarget
 
-__all__ = ["MOST_DEGREES", "PoseResult", "SourceScore", "features", "pose_probe", "ridge_scores"]
-
 #: Largest angle either way, in degrees, and largest shift either way, as a share of the side.
 MOST_DEGREES, MOST_SHIFT = 60.0, 0.15
 

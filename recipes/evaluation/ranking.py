@@ -16,8 +16,6 @@ from torch import Tensor
 from capszoo.errors import UsageError, require
 from capszoo.scores import probabilities
 
-__all__ = ["SPECIFICITY", "ClassRanking", "Ranking", "can_rank", "check_specificity", "rank"]
-
 SPECIFICITY = 0.95
 
 
@@ -96,23 +94,13 @@ def rank(
     classes = range(scores.shape[1])
     if single and len(classes) == 2:
         named, classes = "binary", range(1, 2)
-    rows = tuple(
-        ClassRanking(label_names[k], *_figures(scores[:, k], labels[:, k].long(), specificity))
-        for k in classes
-    )
-
-    def mean(values: list[float | None]) -> float | None:
-        defined = [value for value in values if value is not None]
-        return sum(defined) / len(defined) if defined else None
-
-    return Ranking(
-        named,
-        specificity,
-        mean([row.auroc for row in rows]),
-        mean([row.average_precision for row in rows]),
-        mean([row.sensitivity for row in rows]),
-        rows,
-    )
+    figures = {k: _figures(scores[:, k], labels[:, k].long(), specificity) for k in classes}
+    means = []
+    for column in zip(*figures.values(), strict=True):
+        defined = [value for value in column if value is not None]
+        means.append(sum(defined) / len(defined) if defined else None)
+    rows = tuple(ClassRanking(label_names[k], *row) for k, row in figures.items())
+    return Ranking(named, specificity, means[0], means[1], means[2], rows)
 
 
 def _figures(

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from capszoo.data import ImageSet
 from capszoo.explain.convergence import IterationChanges, iteration_changes
 from capszoo.explain.routing_stats import DEAD, RoutingStats, routing_stats
 
@@ -34,8 +34,6 @@ from .robustness import (
     sweeps,
 )
 from .target import EvalTarget, in_float32
-
-__all__ = ["Probes", "Report", "measure", "rounded"]
 
 #: Images on which each iteration of routing is measured, the first ones: each iteration takes a forward pass.
 ITERATION_IMAGES = 100
@@ -134,15 +132,13 @@ class Report:
             tree["routing"]["iterations"] = [asdict(layer) for layer in self.iterations]
             tree["routing"]["iterations_n"] = min(ITERATION_IMAGES, result.n)
         if self.by_iterations:
-            tree["routing_iters"] = [rounded(asdict(entry)) for entry in self.by_iterations]
+            tree["routing_iters"] = rounded([asdict(entry) for entry in self.by_iterations])
         if self.corruptions:
             tree["corruptions"] = {
                 "mean": rounded(mean_accuracy(self.corruptions)),
                 "corruptions": [rounded(asdict(entry)) for entry in self.corruptions],
             }
-        if self.calibration:
-            tree["calibration"] = rounded(asdict(self.calibration))
-        for name in ("pose", "outliers", "adversarial"):
+        for name in ("calibration", "pose", "outliers", "adversarial"):
             if getattr(self, name):
                 tree[name] = rounded(asdict(getattr(self, name)))
         if self.deletions:
@@ -200,103 +196,68 @@ def measure(
         specificity: of the ranking's sensitivity; None: its usual one, or no ranking where torchmetrics is missing.
         progress: displays the progress.
     """
-
-    def bar(what: str, passes: int = 1, images: int | None = None) -> AbstractContextManager[Advance]:
-        total = passes * (target.n if images is None else images)
-        return progress(what, total) if progress else nullcontext(lambda count: None)
-
-    size = batch_size or target.batch_size
-    if counts:
-        check_iterations(target)
-    if corrupted:
-        corruption_set(target)
-    if held_out is not None:
-        check_calibration(target)
-    _check_probes(target, probes)
+    n, size, few = target.n, batch_size or target.batch_size, min(ITERATION_IMAGES, target.n)
+    tried = radii or default_eps(target.images.spec.input_size[0])
     if specificity is None:
         specificity = SPECIFICITY if can_rank() else None
-    if routing:
-        # of one image, so that a model without capsules is refused before hours of work
-        target.require_one_view("routing is measured")
-        single_image = target.on(target.images.fixed().subset(torch.arange(1)))
-        routing_stats(target.net, ((b.images, b.labels) for b in single_image.batches(1)))
-    apart = None if probes.other is None else other_images(target, probes.other, data, limit, seed)
-    with bar("evaluating") as advance:
-        result = assess(target, size, advance, specificity)
-    parts = _probed(target, probes, apart, radii, steps, seed, size, bar)
+    # what cannot be measured is refused here, before hours of work
+    todo: dict[str, tuple[str, int, Callable[[Advance], Any]]] = {}
+    if probes.pose:
+        check_pose(target)
+        todo["pose"] = "pose", 2 * n, partial(pose_probe, target, seed, size)
+    if probes.deletion:
+        check_deletion(target)
+        todo["deletions"] = "deletion", min(n, DELETION_IMAGES), partial(deletions, target, seed)
+    if probes.other is not None:
+        require_auroc()
+        apart = other_images(target, probes.other, data, limit, seed)
+        todo["outliers"] = "outliers", n, partial(outliers, target, apart, size)
+    if probes.attacks:
+        check_attack(target)
+        attacking = partial(adversarial, target, tried, probes.attacks, steps, seed, min(size, 250))
+        todo["adversarial"] = "attacks", len(tried) * n, attacking
     if robustness:
-        with bar("sweeps") as advance:
-            parts["sweeps"] = sweeps(target, batch_size=size, progress=advance)
+        todo["sweeps"] = "sweeps", n, partial(sweeps, target, size)
         if not target.images.spec.multi_label:
-            tried = radii or default_eps(target.images.spec.input_size[0])
-            with bar("PGD") as advance:
-                parts["attacks"] = attack(target, tried, steps, seed, min(size, 250), advance)
-        parts["affnist"] = affnist(target, data, limit, seed, batch_size)
+            todo["attacks"] = "PGD", n, partial(attack, target, tried, steps, seed, min(size, 250))
+        todo["affnist"] = "affNIST", 0, lambda advance: affnist(target, data, limit, seed, batch_size)
     if routing:
-        with bar("routing") as advance:
-            parts["routing"], parts["iterations"] = _routing(target, result, min(size, 50), advance)
+        target.require_one_view("routing is measured")
+        some = target.on(target.images.fixed().subset(torch.arange(few)))
+        one = next(some.batches(1))
+        routing_stats(target.net, [(one.images, one.labels)])
+        todo["routing"] = "routing", n, partial(_routing, target, min(size, 50))
+        todo["iterations"] = "changes by iteration", few, partial(_changes, some, min(size, 50))
     if counts:
-        with bar("routing iterations", len(counts) + 1) as advance:
-            parts["by_iterations"] = accuracy_by_iterations(target, counts, size, advance)
+        check_iterations(target)
+        passes = len(counts) + 1
+        todo["by_iterations"] = (
+            "routing iterations",
+            passes * n,
+            partial(accuracy_by_iterations, target, counts, size),
+        )
     if corrupted:
-        with bar("corruptions") as advance:
-            parts["corruptions"] = corruptions(target, seed, size, advance)
+        corruption_set(target)
+        todo["corruptions"] = "corruptions", n, partial(corruptions, target, seed, size)
     if held_out is not None:
-        with bar("calibration") as advance:
-            parts["calibration"] = calibrate(target, held_out, size, advance)
+        check_calibration(target)
+        todo["calibration"] = "calibration", n, partial(calibrate, target, held_out, size)
+
+    def run(what: str, images: int, measurement: Callable[[Advance], Any]) -> Any:
+        with progress(what, images) if progress else nullcontext(lambda count: None) as advance:
+            return measurement(advance)
+
+    result = run("evaluating", n, partial(assess, target, size, specificity=specificity))
+    parts = {name: run(*measurement) for name, measurement in todo.items()}
+    if routing:  # with several labels an image has several answers
+        never = tuple(k for k, figures in enumerate(result.per_class) if figures.precision is None)
+        parts["routing"] = replace(parts["routing"], never_predicted=never)
     return Report(target, result, seed, limit, stated_top1(target), **parts)
 
 
-def _check_probes(target: EvalTarget, probes: Probes) -> None:
-    """Refuse what a probe cannot measure, before hours of work."""
-    if probes.pose:
-        check_pose(target)
-    if probes.deletion:
-        check_deletion(target)
-    if probes.attacks:
-        check_attack(target)
-    if probes.other is not None:
-        require_auroc()
+def _routing(target: EvalTarget, size: int, advance: Advance) -> RoutingStats:
+    return routing_stats(target.net, ((b.images, b.labels) for b in target.batches(size, advance)))
 
 
-def _probed(
-    target: EvalTarget,
-    probes: Probes,
-    apart: ImageSet | None,
-    radii: tuple[float, ...] | None,
-    steps: int,
-    seed: int,
-    size: int,
-    bar: Callable[..., AbstractContextManager[Advance]],
-) -> dict[str, Any]:
-    """The requested probes, by their fields of the report; ``apart`` are the images of the other data set."""
-    parts: dict[str, Any] = {}
-    if probes.pose:
-        with bar("pose", 2) as advance:
-            parts["pose"] = pose_probe(target, seed, size, advance)
-    if probes.deletion:
-        with bar("deletion", images=min(target.n, DELETION_IMAGES)) as advance:
-            parts["deletions"] = deletions(target, seed, advance)
-    if apart is not None:
-        with bar("outliers") as advance:
-            parts["outliers"] = outliers(target, apart, size, advance)
-    if probes.attacks:
-        tried = radii or default_eps(target.images.spec.input_size[0])
-        with bar("attacks", len(tried)) as advance:
-            parts["adversarial"] = adversarial(
-                target, tried, probes.attacks, steps, seed, min(size, 250), advance
-            )
-    return parts
-
-
-def _routing(
-    target: EvalTarget, result: EvalResult, size: int, advance: Advance
-) -> tuple[RoutingStats, tuple[IterationChanges, ...]]:
-    """Routing statistics of all images, and the changes by iteration on the first ones."""
-    batches = ((b.images, b.labels) for b in target.batches(size, advance))
-    stats = routing_stats(target.net, batches)
-    # with several labels an image has several answers
-    never = tuple(k for k, figures in enumerate(result.per_class) if figures.precision is None)
-    few = target.on(target.images.fixed().subset(torch.arange(min(ITERATION_IMAGES, target.n))))
-    changes = iteration_changes(target.net, (b.images for b in few.batches(size)))
-    return replace(stats, never_predicted=never), changes
+def _changes(target: EvalTarget, size: int, advance: Advance) -> tuple[IterationChanges, ...]:
+    return iteration_changes(target.net, (b.images for b in target.batches(size, advance)))

@@ -8,14 +8,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError
 
 from capszoo._utils.files import write_atomically
 from capszoo.errors import CapszooError
 from capszoo.explain.convergence import IterationChanges
-from capszoo.explain.plotting import new_figure, save, write_numbers
+from capszoo.explain.plotting import new_figure, save_with_numbers
 from capszoo.explain.routing_stats import RoutingStats
 from capszoo.metadata import first_complaint
 
@@ -23,42 +23,15 @@ from .calibration import CalibrationResult
 from .corruptions import CorruptionResult
 from .metrics import EvalResult, share_interval
 from .report import Report
-
-__all__ = ["agreement_panel", "draw_confusion", "draw_report", "draw_robustness", "write"]
-
-
-Percent = Annotated[float, Field(ge=0, le=100)]
+from .robustness import AttackResult, Percent, SweepResult
 
 
-class _Measured(BaseModel):
-    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+class _Robustness(BaseModel):
+    sweeps: list[SweepResult]
+    pgd: list[AttackResult]
 
 
-class _Sweep(_Measured):
-    name: str
-    unit: str
-    amounts: list[float] = Field(min_length=1)
-    accuracy: list[Percent]
-
-    @model_validator(mode="after")
-    def _of_one_length(self) -> _Sweep:
-        if len(self.amounts) != len(self.accuracy):
-            raise ValueError("amounts and accuracy differ in length")
-        return self
-
-
-class _Attack(_Measured):
-    eps: float
-    steps: int
-    accuracy: Percent
-
-
-class _Robustness(_Measured):
-    sweeps: list[_Sweep]
-    pgd: list[_Attack]
-
-
-class _Drawn(_Measured):
+class _Drawn(BaseModel):
     """What ``draw_robustness`` draws of an ``eval.json``."""
 
     dataset: str
@@ -66,7 +39,7 @@ class _Drawn(_Measured):
     n: int = Field(ge=1, le=10**12)
     top1: Percent | None = None
     exact_set: Percent | None = None
-    robustness: _Robustness
+    robustness: _Robustness | None = None
 
 
 def draw_report(report: Report, folder: Path, kind: str = "png") -> list[Path]:
@@ -126,10 +99,8 @@ def draw_confusion(result: EvalResult, title: str, path: Path, percent: bool = F
     bar.set_ticks([tick**0.5 for tick in shown], labels=[f"{tick:.0%}" for tick in shown])
     axes.set(xlabel="predicted class", ylabel="true class")
     figure.suptitle(title, fontsize=10)
-    written = save(figure, path)
     numbers = [[label, *row] for label, row in zip(labels, table.tolist(), strict=True)]
-    write_numbers(written, ["true class \\ predicted", *labels], numbers)
-    return written
+    return save_with_numbers(figure, path, ["true class \\ predicted", *labels], numbers)
 
 
 def draw_robustness(reports: Mapping[str, Mapping[str, Any]], path: str | Path) -> Path:
@@ -143,25 +114,28 @@ def draw_robustness(reports: Mapping[str, Mapping[str, Any]], path: str | Path) 
         CapszooError: a report without robustness, or a damaged one.
     """
     panels: dict[tuple[str, str], dict[str, list[tuple[float, float]]]] = {}
+    drawn: dict[str, _Drawn] = {}
     for name, report in reports.items():
-        measured = report.get("robustness")
         try:
-            if measured:
-                _Drawn.model_validate(report)
+            drawn[name] = _Drawn.model_validate(report)
         except ValidationError as error:
             raise CapszooError(
                 f"{name}: the report is damaged ({': '.join(first_complaint(error))})",
                 "write it again with capszoo eval --robustness --out",
             ) from None
-        if not measured or not (measured["sweeps"] or measured["pgd"]):
+        measured = drawn[name].robustness or _Robustness(sweeps=[], pgd=[])
+        own = {
+            (sweep.name, sweep.unit): list(zip(sweep.amounts, sweep.accuracy, strict=False))
+            for sweep in measured.sweeps
+        }
+        if measured.pgd:
+            key = f"PGD, {measured.pgd[0].steps} steps", "radius, of 255"
+            own[key] = [(255 * entry.eps, entry.accuracy) for entry in measured.pgd]
+        if not any(own.values()):
             raise CapszooError(f"{name} holds no robustness", "measure it with capszoo eval --robustness")
-        for sweep in measured["sweeps"]:
-            points = list(zip(sweep["amounts"], sweep["accuracy"], strict=True))
-            panels.setdefault((sweep["name"], sweep["unit"]), {})[name] = points
-        if measured["pgd"]:
-            key = f"PGD, {measured['pgd'][0]['steps']} steps", "radius, of 255"
-            points = [(255 * entry["eps"], entry["accuracy"]) for entry in measured["pgd"]]
-            panels.setdefault(key, {})[name] = points
+        for key, points in own.items():
+            if points:
+                panels.setdefault(key, {})[name] = points
     columns = min(3, len(panels))
     rows = -(-len(panels) // columns)
     figure = new_figure(4 * columns, 2.8 * rows + 0.8)
@@ -171,7 +145,7 @@ def draw_robustness(reports: Mapping[str, Mapping[str, Any]], path: str | Path) 
     shown: dict[str, Any] = {}  # a model may be missing in the first panel
     for axes, ((what, unit), lines) in zip(grid, panels.items(), strict=False):
         for order, (name, points) in enumerate(lines.items()):
-            n, colour = int(reports[name]["n"]), colours[name]
+            n, colour = drawn[name].n, colours[name]
             bounds = [share_interval(accuracy, n) for _, accuracy in points]
             spread = [
                 [max(0.0, a - low) for (_, a), (low, _) in zip(points, bounds, strict=True)],
@@ -180,15 +154,10 @@ def draw_robustness(reports: Mapping[str, Mapping[str, Any]], path: str | Path) 
             amounts, accuracy = zip(*points, strict=True)
             style = {"marker": ".", "color": colour, "capsize": 2, "linewidth": 1.2, "elinewidth": 0.8}
             axes.errorbar(amounts, accuracy, yerr=spread, label=f"{name}, n = {n:,}", **style)
-            clean = reports[name].get("top1") or reports[name].get("exact_set")
+            clean = drawn[name].top1 or drawn[name].exact_set
             if clean is not None:
-                axes.axhline(
-                    clean,
-                    color=colour,
-                    linewidth=0.8,
-                    linestyle=":",
-                    label=None if order else "unchanged images",
-                )
+                label = None if order else "unchanged images"
+                axes.axhline(clean, color=colour, linewidth=0.8, linestyle=":", label=label)
             numbers += [[name, what, unit, x, y, *b, n] for (x, y), b in zip(points, bounds, strict=True)]
         axes.set(ylim=(-2, 102), xlabel=unit, ylabel="accuracy (%)")
         axes.set_title(what, fontsize=10)
@@ -200,12 +169,10 @@ def draw_robustness(reports: Mapping[str, Mapping[str, Any]], path: str | Path) 
     figure.legend(
         list(shown.values()), list(shown), loc="outside lower center", ncols=2, fontsize=8, frameon=False
     )
-    sets = ", ".join(dict.fromkeys(f"{entry['dataset']} ({entry['split']})" for entry in reports.values()))
+    sets = ", ".join(dict.fromkeys(f"{one.dataset} ({one.split})" for one in drawn.values()))
     figure.suptitle(f"Robustness on {sets}, 95% intervals", fontsize=11)
-    written = save(figure, path)
     header = ["model", "change", "unit", "amount", "accuracy %", "low %", "high %", "n"]
-    write_numbers(written, header, numbers)
-    return written
+    return save_with_numbers(figure, path, header, numbers)
 
 
 def agreement_panel(axes: Any, share: Sequence[float], length: Sequence[float | None]) -> None:
@@ -244,7 +211,6 @@ def _draw_routing(
         else:
             _draw_iterations(axes, iterations)
     figure.suptitle(title, fontsize=11)
-    written = save(figure, path)
     rows: list[list[Any]] = []
     for number, layer in enumerate(stats.layers, 1):
         rows.append(["entropy (1: even)", number, layer.entropy])
@@ -260,8 +226,7 @@ def _draw_routing(
         rows += [
             [f"change of logits, layer {number}, iteration", t, v] for t, v in enumerate(changes.logits, 1)
         ]
-    write_numbers(written, ["what", "at", "value"], rows)
-    return written
+    return save_with_numbers(figure, path, ["what", "at", "value"], rows)
 
 
 def _draw_corruptions(results: Sequence[CorruptionResult], unchanged: float, title: str, path: Path) -> Path:
@@ -284,14 +249,12 @@ def _draw_corruptions(results: Sequence[CorruptionResult], unchanged: float, tit
     axes.invert_yaxis()
     figure.legend(loc="outside lower center", ncols=len(groups) + 1, fontsize=8, frameon=False)
     figure.suptitle(title, fontsize=10)
-    written = save(figure, path)
     rows = [
         [corruption.name, corruption.group, k, accuracy]
         for corruption in results
         for k, accuracy in enumerate(corruption.accuracy, 1)
     ]
-    write_numbers(written, ["corruption", "group", "severity", "accuracy %"], rows)
-    return written
+    return save_with_numbers(figure, path, ["corruption", "group", "severity", "accuracy %"], rows)
 
 
 def _draw_calibration(calibration: CalibrationResult, title: str, path: Path) -> Path:
@@ -321,11 +284,9 @@ def _draw_calibration(calibration: CalibrationResult, title: str, path: Path) ->
         axes.set_title(f"{name}: ECE {reliability.ece:.2f}%", fontsize=10)
         axes.legend(fontsize=8, loc="upper left", frameon=False)
     figure.suptitle(title, fontsize=10)
-    written = save(figure, path)
-    write_numbers(
-        written, ["probabilities", "from %", "to %", "images", "confidence %", "accuracy %"], numbers
+    return save_with_numbers(
+        figure, path, ["probabilities", "from %", "to %", "images", "confidence %", "accuracy %"], numbers
     )
-    return written
 
 
 def _draw_layers(axes: Any, stats: RoutingStats, layers: list[int]) -> None:
@@ -333,11 +294,10 @@ def _draw_layers(axes: Any, stats: RoutingStats, layers: list[int]) -> None:
         (-0.2, "entropy (1: even)", [layer.entropy for layer in stats.layers]),
         (0.2, "share of dead capsules", [layer.dead / layer.competing for layer in stats.layers]),
     ):
-        places = [layer + shift for layer in layers]
-        axes.bar(places, [value or 0.0 for value in values], width=0.36, label=label)
-        for place, value in zip(places, values, strict=True):
-            text = "none" if value is None else f"{value:.2f}"
-            axes.text(place, (value or 0.0) + 0.01, text, ha="center", fontsize=8)
+        heights = [value or 0.0 for value in values]
+        bars = axes.bar([layer + shift for layer in layers], heights, width=0.36, label=label)
+        texts = ["none" if value is None else f"{value:.2f}" for value in values]
+        axes.bar_label(bars, texts, padding=1, fontsize=8)
     axes.set(
         ylim=(0, 1.35),
         yticks=[0, 0.25, 0.5, 0.75, 1],

@@ -16,35 +16,22 @@ digit of MNIST's test set. The protocol trains on MNIST at random places on 40x4
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 
 from capszoo.data import DataError, dataset_spec, keyed_generator, load_dataset
 from capszoo.data.augment import affine_matrices, crop, warp
-from capszoo.errors import CapszooError, UsageError
+from capszoo.errors import UsageError
 
 from .metrics import all_right, assess
 from .target import EvalTarget, drawn
-
-__all__ = [
-    "PixelScores",
-    "SWEEPS",
-    "AffnistResult",
-    "AttackResult",
-    "SweepResult",
-    "affnist",
-    "attack",
-    "attack_loss",
-    "default_eps",
-    "move",
-    "parse_radii",
-    "pgd",
-    "sweeps",
-]
 
 #: Unit and amounts of each sweep. Rotation is counter-clockwise; translations are rounded to whole pixels.
 SWEEPS: dict[str, tuple[str, tuple[float, ...]]] = {
@@ -62,6 +49,9 @@ STEPS = 20
 STEP_SHARE = 2.5
 
 
+Percent = Annotated[float, Field(ge=0, le=100)]
+
+
 @dataclass(frozen=True)
 class SweepResult:
     """Accuracy in per cent (``all_right``) for each amount."""
@@ -69,7 +59,7 @@ class SweepResult:
     name: str
     unit: str
     amounts: tuple[float, ...]
-    accuracy: tuple[float, ...]
+    accuracy: tuple[Percent, ...]
 
 
 @dataclass(frozen=True)
@@ -79,7 +69,7 @@ class AttackResult:
     eps: float
     steps: int
     step_size: float
-    accuracy: float
+    accuracy: Percent
 
 
 def move(pixels: Tensor, name: str, amount: float | Tensor) -> Tensor:
@@ -109,24 +99,21 @@ def move(pixels: Tensor, name: str, amount: float | Tensor) -> Tensor:
 
 @torch.no_grad()
 def sweeps(
-    target: EvalTarget,
-    names: Sequence[str] = tuple(SWEEPS),
-    batch_size: int | None = None,
-    progress: Callable[[int], None] | None = None,
+    target: EvalTarget, batch_size: int | None = None, progress: Callable[[int], None] | None = None
 ) -> tuple[SweepResult, ...]:
-    """Accuracy for every amount of the named sweeps, with one view of each image."""
+    """Accuracy for every amount of each sweep, with one view of each image."""
     target.require_one_view("robustness is measured")
     spec = target.images.spec
-    right = {name: [0] * len(SWEEPS[name][1]) for name in names}
+    right = {name: [0] * len(amounts) for name, (_, amounts) in SWEEPS.items()}
     for batch in target.batches(batch_size, progress):
-        for name in names:
-            for index, amount in enumerate(SWEEPS[name][1]):
+        for name, (_, amounts) in SWEEPS.items():
+            for index, amount in enumerate(amounts):
                 scores = target.net(target.normalised(move(batch.pixels, name, amount)))
                 hits = all_right(scores, batch.labels, spec.labels_per_image, target.threshold)
                 right[name][index] += int(hits.sum())
     return tuple(
-        SweepResult(name, *SWEEPS[name], tuple(100 * count / target.n for count in right[name]))
-        for name in names
+        SweepResult(name, unit, amounts, tuple(100 * count / target.n for count in right[name]))
+        for name, (unit, amounts) in SWEEPS.items()
     )
 
 
@@ -156,7 +143,7 @@ def pgd(
         forward: from pixels in [0, 1] to scores [b, n]; differentiable.
         images: float [b, c, h, w] in [0, 1].
         labels: classes [b].
-        eps: radius of the ball, at least 0; 0 disables the attack.
+        eps: radius of the ball, from 0 to 1; 0 disables the attack.
         steps: number of gradient steps.
         generator: for the random start, on the CPU.
 
@@ -164,10 +151,6 @@ def pgd(
         The attacked images, the first that fooled the model or else the last tried, and whether each image was
         recognised throughout, bool [b].
     """
-    if not 0 <= eps <= 1:
-        raise UsageError(f"eps is {eps}", "give a radius of 0 to 1, such as 8/255")
-    if steps < 1:
-        raise UsageError(f"{steps} steps of PGD make no sense", "give 1 or more")
     with torch.no_grad():
         standing = forward(images).argmax(1) == labels
     result = images.clone()
@@ -197,6 +180,18 @@ def pgd(
     return result, standing
 
 
+@contextmanager
+def without_gradients(net: nn.Module) -> Iterator[None]:
+    """No gradients of a net's parameters within this context: only those of the pixels are needed."""
+    parameters = [p for p in net.parameters() if p.requires_grad]
+    net.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for p in parameters:
+            p.requires_grad_(True)
+
+
 def attack(
     target: EvalTarget,
     radii: Sequence[float],
@@ -205,25 +200,20 @@ def attack(
     batch_size: int = 250,
     progress: Callable[[int], None] | None = None,
 ) -> tuple[AttackResult, ...]:
-    """Accuracy under PGD for each radius; the random start depends on (seed, batch), so on the batch size too."""
-    if target.images.spec.multi_label:
-        raise CapszooError("PGD is defined here for one label an image", "choose another data set")
+    """Accuracy under PGD for each radius, on images with one label.
+
+    The random start depends on (seed, batch), so on the batch size too.
+    """
     target.require_one_view("robustness is measured")
     pixels_of = PixelScores(target)
     right = [0] * len(radii)
-    frozen = [p for p in target.net.parameters() if p.requires_grad]
-    for p in frozen:  # their gradients are not needed
-        p.requires_grad_(False)
-    try:
+    with without_gradients(target.net):
         for number, batch in enumerate(target.batches(batch_size, progress)):
             images = batch.pixels.float() / 255
             for index, eps in enumerate(radii):
                 generator = keyed_generator(seed, number)
                 _, standing = pgd(pixels_of, images, batch.labels, eps, steps, generator)
                 right[index] += int(standing.sum())
-    finally:
-        for p in frozen:
-            p.requires_grad_(True)
     return tuple(
         AttackResult(eps, steps, STEP_SHARE * eps / steps, 100 * count / target.n)
         for eps, count in zip(radii, right, strict=True)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial, wraps
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -33,10 +33,11 @@ from capszoo.data import (
     split_validation,
 )
 from capszoo.data.folders import find_splits, holds_classes
+from capszoo.data.folders.common import look_alike
 from capszoo.data.readers import MODES
-from capszoo.data.roots import given_root
+from capszoo.data.roots import environment_roots, given_root
 from capszoo.data.specs import RESIZED, Side, both_sides, folder_name, same_place, table_name
-from capszoo.errors import CapszooError, UsageError, spelling_difference
+from capszoo.errors import CapszooError, UsageError
 from capszoo.metadata import DataRecord, RecipeRecord
 from capszoo.models._factory import create_model, list_models
 from capszoo.preprocess import model_framing, model_input_size, per_channel
@@ -46,20 +47,6 @@ from .crops import Crops, default_side
 from .memory import fitting_images
 
 _logger = logging.getLogger("capszoo.evaluation")
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-__all__ = [
-    "EvalTarget",
-    "create_for",
-    "data_set_of",
-    "drawn",
-    "evaluation_batch",
-    "in_float32",
-    "prepare",
-    "score_threshold",
-]
 
 #: Pixels per forward pass of an evaluation on a CPU; a network with routing takes some 5 GB for them.
 MOST_PIXELS = 64 * 224 * 224
@@ -83,15 +70,8 @@ def evaluation_batch(size: Sequence[int], device: torch.device, trained: int | N
     return min(500, max(fits, MOST_PIXELS // (size[-2] * size[-1]), 1))
 
 
-def in_float32(function: Callable[P, R]) -> Callable[P, R]:
-    """A function during which convolutions on a GPU are computed in float32, as results state, not in TF32."""
-
-    @wraps(function)
-    def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
-            return function(*args, **kwargs)
-
-    return run
+#: Decorator of a function during which convolutions on a GPU are computed in float32, as results state, not in TF32.
+in_float32 = torch.backends.cudnn.flags(enabled=True, allow_tf32=False)
 
 
 def score_threshold(loss: str) -> float:
@@ -258,7 +238,8 @@ def prepare(
     if dataset is None:
         if info is None or not info.metadata.dataset.name:
             raise DataError(
-                "the model does not state its data set: give --dataset NAME, or --data FOLDER of image folders"
+                "it is not known here which images the model was trained for: give --dataset NAME, or --data FOLDER of "
+                "image folders"
             )
         dataset = info.metadata.dataset.name
         _check_root(dataset, data)
@@ -284,7 +265,7 @@ def prepare(
     resolved = resolve_device(device)
     if resolved.type == "cpu":
         keep_freed_memory()
-    mean, std = _normalisation(model, net, info, images)
+    mean, std = _normalisation(model, net, images)
     return EvalTarget(
         name=info.name if info else type(net).__name__ if isinstance(model, nn.Module) else str(model),
         net=net.to(resolved).to(memory_format=torch.channels_last).eval(),
@@ -302,16 +283,15 @@ def prepare(
 
 
 def _normalisation(
-    model: nn.Module | str | Path, net: nn.Module, info: WeightsInfo | None, images: ImageSet | StreamedSet
+    model: nn.Module | str | Path, net: nn.Module, images: ImageSet | StreamedSet
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Mean and deviation per channel: the weights' own if they state some, else the data set's."""
     cfg: Any = getattr(net, "pretrained_cfg", None) or {}
     channels = images.spec.input_size[0]
     # a module without a tag may be untrained, or trained in the caller's own loop
-    loaded = info is not None or not isinstance(model, nn.Module) or cfg.get("tag")
-    settings: Any = (info.mean, info.std) if info else (cfg.get("mean"), cfg.get("std"))
-    recorded = bool(loaded and settings[0] and settings[1])
-    mean, std = settings if recorded else (images.spec.mean, images.spec.std)
+    loaded = not isinstance(model, nn.Module) or cfg.get("tag")
+    own = loaded and cfg.get("mean") and cfg.get("std")
+    mean, std = (cfg["mean"], cfg["std"]) if own else (images.spec.mean, images.spec.std)
     return per_channel(mean, channels), per_channel(std, channels)
 
 
@@ -349,12 +329,15 @@ def _check_root(dataset: str, data: str | Path | None) -> None:
 
     Otherwise the accuracy would be that of the recorded folder.
     """
-    prefix = next((prefix for prefix in PREFIXES if dataset.startswith(prefix)), "")
-    if data is None or not prefix:
+    prefix, _, folder = dataset.partition(":")
+    places = expanded(folder), *(root / folder for root in environment_roots())
+    if data is None and prefix == "imagefolder" and not any(place.is_dir() for place in places):
+        raise DataError(f"{folder}, on which the model was trained, is not here: give its path as --data")
+    if data is None or not folder:
         return
-    root, folder = given_root(data), dataset.removeprefix(prefix)
+    root = given_root(data)
     # an absolute path is not below the root: Path(root) / "/photos" is /photos
-    if prefix == "imagefolder:" and (Path(folder).is_absolute() or not (root / folder).is_dir()):
+    if prefix == "imagefolder" and (Path(folder).is_absolute() or not (root / folder).is_dir()):
         raise DataError(
             f"{data} has no sub-folders of images per class, and no {folder}, on which the model was trained",
             f"name the images: --data imagefolder:{data}",
@@ -372,11 +355,13 @@ def _load(
 ) -> tuple[ImageSet | StreamedSet, Crops | None]:
     """Images at the model's input size, or at the size that crops are taken from."""
     recipe = info.metadata.trained if info else RecipeRecord()
-    same_set = same_place(str(recipe.data.name), dataset)
+    elsewhere = _elsewhere(info, dataset, split, data)
+    same_set = elsewhere or same_place(recipe.data.name, dataset)
     trained = recipe.data if same_set else DataRecord()
     objects = None if same_set or multi else _object_size(net)
     augment = trained.augment
-    depth, *model_size = model_input_size(net)
+    depth, *sides = model_input_size(net)
+    model_size = (sides[0], sides[1])
     channels = depth if depth in MODES else None
     folder = dataset.startswith(RESIZED)
     composed = False
@@ -384,7 +369,7 @@ def _load(
         native, stored = None, None
     else:
         spec = dataset_spec(dataset)
-        native, stored = list(spec.input_size[1:]), spec.side
+        native, stored = spec.input_size[1:], spec.side
         composed = bool(spec.base)
         if composed and multi:
             raise DataError(f"{spec.title} is composed at its own size: evaluate it with --crops single")
@@ -395,11 +380,11 @@ def _load(
         loaded = read(split, size=objects, resize=objects if folder else None)
         return _on_canvas(loaded, model_size), None
     if model_size != native and size is None and not composed:
-        size = (model_size[0], model_size[1])
+        size = model_size
     # As in training: the middle of images resized in the same way.
     resize = _stored_size(net) if folder and not same_set else augment.resize
     side = resize
-    seen, across = both_sides(size or (native[0] if native else (model_size[0], model_size[1])))
+    seen, across = both_sides(size or (native[0] if native else model_size))
     if multi and seen != across:
         raise DataError(f"the model takes {seen}x{across} images: evaluate them with --crops single")
     # training that shifted images of the input's own size padded them; `default_side` is for all other training
@@ -408,14 +393,10 @@ def _load(
     if multi and not shift and stored_rows <= seen:
         side = round(seen * stored / native[0]) if stored and native else default_side(seen)
         size = size or seen
-    drawn_from = None
+    drawn_from = "" if elsewhere else None
     if info and same_set and side == resize and size:
-        trained_size = trained.size or (info.input_size[1], info.input_size[2])
-        drawn_from = (
-            info.metadata.dataset.sha256.get("train")
-            if both_sides(size) == both_sides(trained_size)
-            else None
-        )
+        if both_sides(size) == both_sides(trained.size or info.input_size[1:]):
+            drawn_from = info.metadata.dataset.sha256.get("train")
     load = partial(read, size=size, resize=side)
     images = _read_split(dataset, split, data, trained, load, drawn_from)
     if not multi:
@@ -428,6 +409,15 @@ def _load(
         raise DataError(f"images of {rows} pixels leave nothing to crop: evaluate them with --crops single")
     whole = replace(images.spec, input_size=(images.spec.input_size[0], *images.size))
     return replace(images, spec=whole), views
+
+
+def _elsewhere(info: WeightsInfo | None, dataset: str, split: str, data: str | Path | None) -> bool:
+    """Whether these may be the images of the training under another path, as ``_read_split`` tells by their sha256."""
+    if info is None or split not in ("val", "validation") or not dataset.startswith(tuple(PREFIXES)):
+        return False
+    name = info.metadata.trained.data.name
+    moved = name.partition(":")[0] == dataset.partition(":")[0] and not same_place(name, dataset)
+    return moved and "train" in info.metadata.dataset.sha256 and "val" not in find_splits(dataset, data)
 
 
 def _stored_size(net: nn.Module) -> tuple[int, int]:
@@ -453,7 +443,8 @@ def _read_split(
     Args:
         trained: ``data`` of the recipe that the model was trained with, if it was trained on this data set.
         load: reads a split by its name.
-        drawn_from: sha256 of the images that training held some out of; None if it is not known at this size.
+        drawn_from: sha256 of the images that training held some out of; None if it does not matter, "" if it is not
+            known at this size.
     """
     named = dataset.startswith(tuple(PREFIXES))
     wanted = "val" if split == "validation" else split
@@ -471,15 +462,15 @@ def _read_split(
     held_out = trained.val_size or 0
     if not held_out:
         raise DataError(
-            "it is not known which images of this data set training held out (a set is known by the name or path that "
-            "training had): use --split test or train"
+            f"it is not known which images of {dataset} training held out: give the folder of the run as MODEL and the "
+            "images of its training as --data, or use --split test or train"
         )
     stratified = trained.validation == "stratified"
     whole = load("train")
-    if named and drawn_from and whole.fingerprint() != drawn_from:
+    if named and drawn_from is not None and whole.fingerprint() != drawn_from:
         raise DataError(
-            f"the images of {dataset} are not those of the training any more, and the held-out ones would be others: "
-            f"put them back, or use --split {'test' if 'test' in splits else 'train'}"
+            f"the images of {dataset} are not those of the training, and the held-out ones would be others: "
+            f"put those back, or use --split {'test' if 'test' in splits else 'train'}"
         )
     return split_validation(whole, held_out, trained.val_seed or 0, stratified)[1]
 
@@ -520,7 +511,7 @@ def _in_classes_of(
     if unknown:
         notes.append(
             f"{spec.name}: left out {sum(unknown.values()):,} images of classes that the model lacks: "
-            f"{_listed(list(unknown))}"
+            f"{_listed(map(repr, unknown))}"
         )
         kept = (places[images.labels] >= 0).nonzero().flatten()
         if not len(kept):
@@ -534,30 +525,23 @@ def _in_classes_of(
             f"{spec.name} has numbers in place of names of classes: they are compared by their order"
         )
     if absent := [name for k, name in enumerate(trained_names) if not bool((labels == k).any())]:
-        notes.append(f"{spec.name} has no images of the model's {_listed(absent)}")
+        notes.append(f"{spec.name} has no images of the model's {_listed(map(repr, absent))}")
     return replace(images, spec=replace(spec, label_names=trained_names), labels=labels), notes, unknown
 
 
 def _lacking(name: str, unknown: Sequence[str], classes: Sequence[str]) -> CapszooError:
     """The error about a data set's classes that the model lacks; names that only look alike are told apart."""
-    shown = []
-    for kind in unknown:
-        alike = next(((k, difference) for k in classes if (difference := spelling_difference(kind, k))), None)
-        shown.append(
-            f"{kind!r}" + (f" (differs from the model's {alike[0]!r} in {alike[1]})" if alike else "")
-        )
+    shown = [f"{kind!r}{look_alike(kind, classes)}" for kind in unknown]
     shown.sort(key=lambda text: "differs" not in text)  # those have the simplest remedy
     return CapszooError(
-        f"{name} has classes that the model lacks: {', '.join(shown[:5])}"
-        + (f" and {len(shown) - 5} more" if len(shown) > 5 else "")
-        + f"; the model has {_listed(classes)}",
+        f"{name} has classes that the model lacks: {_listed(shown)}; the model has {_listed(map(repr, classes))}",
         "rename the folders, or leave those images out (eval: --skip-unknown)",
     )
 
 
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return ", ".join(map(repr, names[:5])) + more
+def _listed(names: Iterable[str]) -> str:
+    first, rest = (names := list(names))[:5], len(names) - 5
+    return ", ".join(first) + (f" and {rest} more" if rest > 0 else "")
 
 
 def _in_channels_of(net: nn.Module, images: ImageSet | StreamedSet) -> ImageSet | StreamedSet:

@@ -33,16 +33,6 @@ from .paper_results import (
 )
 from .public import PRIVATE_SET, is_private_set, public
 
-__all__ = [
-    "CURVES",
-    "GOLDEN",
-    "LABELS",
-    "card_data",
-    "model_card",
-    "paper_ids",
-    "paper_link",
-]
-
 #: Names of further files of a repository, besides the weights, ``config.json`` and ``README.md``.
 GOLDEN, LABELS = "golden.safetensors", "labels.txt"
 CURVES, CONFUSION = "curves.png", "confusion.png"
@@ -113,23 +103,17 @@ def _hub_dataset(name: str) -> str | None:
     return HUB_DATASETS.get(name)
 
 
-def _base_model(info: WeightsInfo) -> str | None:
-    """The repository whose weights a run began with."""
-    start = began_with(info) or ""
-    return start.removeprefix("hf-hub:").partition("@")[0] if start.startswith("hf-hub:") else None
-
-
 def card_data(info: WeightsInfo) -> ModelCardData:
     """The card's header."""
     name, _, _ = _dataset(info)
-    results = _results(info)
+    results, start = _results(info), began_with(info) or ""
     return ModelCardData(
         license=info.license,
         library_name="capszoo",
         pipeline_tag="image-classification",
         tags=["image-classification", "capsule-network", "capszoo", "pytorch", info.architecture],
         datasets=[dataset] if (dataset := _hub_dataset(name)) else None,
-        base_model=_base_model(info),
+        base_model=start.removeprefix("hf-hub:").partition("@")[0] if start.startswith("hf-hub:") else None,
         metrics=["accuracy"],
         model_name=info.name if results else None,
         eval_results=results or None,
@@ -208,7 +192,7 @@ def model_card(
         _classes(info),
         "## Training",
         *(f"![{alt}]({file})" for file, alt in PICTURES.items() if file in pictures),
-        *(_recipe_parts(public(info.raw.get("recipe")))),
+        _recipe(public(info.raw.get("recipe"))),
         _provenance(info),
         "## Limits",
         _limits(info, title),
@@ -222,16 +206,10 @@ def _transformers(info: WeightsInfo, repo_id: str) -> str:
     """Which of transformers' loaders fit a model."""
     call = f'`AutoModelForImageClassification.from_pretrained("{repo_id}")`'
     loads = f"In transformers, {call} loads it after `import capszoo`, and"
-    if info.input_size[0] != 3:
-        return (
-            f"{loads} `pipeline` does not fit: it makes images RGB. Use capszoo's `predict` on image files."
-        )
-    if info.score_kind != "logits":
-        return (
-            f"{loads} `pipeline` does not fit: it applies a softmax, and the scores are no logits. Use capszoo's "
-            "`predict` on image files."
-        )
-    return f'{loads} so does `pipeline("image-classification", model="{repo_id}")`.'
+    if info.input_size[0] == 3 and info.score_kind == "logits":
+        return f'{loads} so does `pipeline("image-classification", model="{repo_id}")`.'
+    why = "applies a softmax, and the scores are no logits" if info.input_size[0] == 3 else "makes images RGB"
+    return f"{loads} `pipeline` does not fit: it {why}. Use capszoo's `predict` on image files."
 
 
 def _other_names(info: WeightsInfo) -> str:
@@ -276,11 +254,9 @@ def _files(info: WeightsInfo, local: bool) -> str:
     )
 
 
-def _recipe_parts(recipe: dict[str, Any] | None) -> list[str]:
-    if not recipe:
-        return []
+def _recipe(recipe: dict[str, Any] | None) -> str:
     text = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True).rstrip()
-    return [f"<details><summary>The recipe</summary>\n\n```yaml\n{text}\n```\n\n</details>"]
+    return f"<details><summary>The recipe</summary>\n\n```yaml\n{text}\n```\n\n</details>" if recipe else ""
 
 
 def _provenance(info: WeightsInfo) -> str:

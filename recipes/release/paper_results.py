@@ -6,7 +6,6 @@ weights: no number is typed twice.
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -20,24 +19,6 @@ from capszoo.models._papers import PAPERS, PaperFigure
 from ..config import BACKBONE, CONFIGS, MACHINE_KEYS, NEUTRAL_KEYS, list_recipes, load_recipe
 from .public import PRIVATE, public, public_start
 
-__all__ = [
-    "as_accuracy",
-    "began_with",
-    "counted",
-    "figures_table",
-    "header_line",
-    "paper_figures",
-    "protocol_lines",
-    "recipe_differences",
-    "sampling_error",
-    "seeds_note",
-    "settings_unlike_the_recipe",
-    "shown",
-    "start_name",
-    "trained_further",
-    "twin_groups",
-]
-
 #: Keys of a recipe that describe it or how it is run, without effect on the result.
 NO_SETTINGS = {"arch", "tag", "profile", "seed"} | NEUTRAL_KEYS | (MACHINE_KEYS - {"precision"})
 
@@ -45,13 +26,9 @@ NO_SETTINGS = {"arch", "tag", "profile", "seed"} | NEUTRAL_KEYS | (MACHINE_KEYS 
 def header_line(recipe: str, key: str) -> str:
     """The text after ``# <key>:`` in the header of a recipe file, with its continuation lines (``#   …``); or ""."""
     path = CONFIGS / f"{recipe}.yaml"
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    header = list(itertools.takewhile(lambda line: line.startswith("#"), lines))
-    for index, line in enumerate(header):
-        if line.startswith(f"# {key}: "):
-            rest = itertools.takewhile(lambda line: line.startswith("#   "), header[index + 1 :])
-            return " ".join([line.removeprefix(f"# {key}: "), *(part[4:] for part in rest)]).strip()
-    return ""
+    header = re.match("(#.*\n)*", path.read_text(encoding="utf-8") if path.is_file() else "")
+    found = header and re.search(f"^# {key}: (.*(\n#   .*)*)", header[0], re.MULTILINE)
+    return found[1].replace("\n#   ", " ").strip() if found else ""
 
 
 def as_accuracy(figure: PaperFigure) -> float:
@@ -110,13 +87,7 @@ def trained_further(info: WeightsInfo) -> bool:
 
 def _own_validation(info: WeightsInfo) -> bool:
     """True if the validation images are a split of the data set, not images held out of its training split."""
-    return (info.raw.get("recipe") or {}).get("data", {}).get("validation") == "own"
-
-
-def _carved(info: WeightsInfo) -> int:
-    """Training images that the recipe held out; a file of another precision than its run has no validation accuracy."""
-    data = (info.raw.get("recipe") or {}).get("data", {})
-    return int(data.get("val_size") or 0) if data.get("validation") == "carved" else 0
+    return info.metadata.trained.data.validation == "own"
 
 
 def figures_table(info: WeightsInfo) -> list[str]:
@@ -144,11 +115,9 @@ def figures_table(info: WeightsInfo) -> list[str]:
 def seeds_note(info: WeightsInfo) -> str:
     """Mean and standard deviation over the seeds of a checkpoint's recipe, to append to its accuracy; else empty."""
     accuracy = info.metadata.seeds.test
-    return (
-        ""
-        if accuracy.sd is None
-        else f"; {accuracy.mean:.2f} ± {accuracy.sd:.2f}, n = {len(accuracy.values)} seeds"
-    )
+    if accuracy.sd is None:
+        return ""
+    return f"; {accuracy.mean:.2f} ± {accuracy.sd:.2f}, n = {len(accuracy.values)} seeds"
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -234,8 +203,9 @@ def protocol_lines(info: WeightsInfo) -> list[str]:  # noqa: C901, PLR0912 - a l
                 " The first run's accuracy on it was known when the second was started, and the better of the two is "
                 "here: this accuracy is slightly optimistic."
             )
-    validation = metadata.metrics.get("validation")
-    held_out = validation.n if validation else _carved(info)
+    validation, data = metadata.metrics.get("validation"), metadata.trained.data
+    # a file of another precision than its run has no validation accuracy
+    held_out = validation.n if validation else data.val_size if data.validation == "carved" else None
     if validation and _own_validation(info):
         lines.append(f"- The data set's validation split has {validation.n:,} images.")
     elif held_out:
@@ -271,13 +241,7 @@ def twin_groups(names: list[str] | None = None) -> list[list[str]]:
         names: candidate recipes; None uses all of the package.
     """
     recipes = list_recipes() if names is None else sorted(names)
-    groups = []
-    for base in recipes:
-        twins = [
-            name
-            for name in recipes
-            if name.startswith(f"{base}_") and Path(base).suffix and header_line(name, "Twin") != "none"
-        ]
-        if twins:
-            groups.append([base, *twins])
-    return groups
+    paired = [name for name in recipes if header_line(name, "Twin") != "none"]
+    bases = [name for name in recipes if Path(name).suffix]
+    groups = ([base, *(name for name in paired if name.startswith(f"{base}_"))] for base in bases)
+    return [group for group in groups if len(group) > 1]

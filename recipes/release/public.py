@@ -14,8 +14,6 @@ from capszoo.data.specs import DATASETS, PREFIXES
 
 from ..config import BACKBONE
 
-__all__ = ["PRIVATE", "PRIVATE_SET", "default_tag", "is_private_set", "public", "public_start"]
-
 #: Stands for a user's folder or file.
 PRIVATE = "private"
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
 
 import capszoo
-from capszoo.explain import Explanation, explain
+from capszoo.explain import explain
 from capszoo.explain.cell_centres import CellCentres, centres_of, recorded_centres
 from tests.support.explain import flat_map
 
@@ -49,31 +47,9 @@ def test_a_grid_that_is_not_found_divides_the_image_evenly() -> None:
     assert centres_of((2, 4), {}, (8, 8)) == (CellCentres(2, 4), CellCentres(1, 2))
 
 
-def _blank(net: Any) -> Explanation:
-    return explain(net.eval(), torch.zeros(net.in_chans, *net.img_size))
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "first", "step"),
-    [
-        ("capsnet_dynamic", {}, 8.5, 2),
-        ("efficient_capsnet", {}, 5.5, 2),
-        ("capsnet_em_norb_small", {"img_size": 28, "in_chans": 1}, 8.5, 4),
-        ("encapnet6_master", {"img_size": 16}, 0.5, 8),
-        ("idpa_cnn", {}, 0.5, 2),
-        ("resnet20_routingcaps", {}, 0.5, 4),
-        ("hvc", {}, 3.5, 1),
-        ("deepcaps", {}, 0.5, 8),
-    ],
-)
-def test_of_the_zoos_networks(name: str, options: dict[str, Any], first: float, step: float) -> None:
-    found = _blank(capszoo.create_model(name, **options))
-    assert found.centres == (CellCentres(first, step), CellCentres(first, step))
-
-
 def test_behind_a_head_that_averages_the_map_first() -> None:
     net = capszoo.attach_head("resnet18", "dynamic", num_classes=3, img_size=(128, 192), max_grid=3)
-    found = _blank(net)
+    found = explain(net.eval(), torch.zeros(3, 128, 192))
     assert found.heat.shape == (2, 3)  # the map of 4x6, two by two
     assert found.centres == (CellCentres(16.5, 64), CellCentres(16.5, 64))
 

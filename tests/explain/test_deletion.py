@@ -64,10 +64,3 @@ def test_black_tiles_are_left_out(images: list[torch.Tensor]) -> None:
     assert found.n == 12, "a black image has nothing to blacken"
     with pytest.raises(CapszooError):
         deletion(_Brightness(), [black], "occlusion")
-
-
-def test_equal_values_have_their_mean_rank() -> None:
-    scipy = pytest.importorskip("scipy.stats")
-    a, b = torch.tensor([1.0, 2, 2, 3, 0, 0, 5]), torch.tensor([2.0, 2, 1, 4, 4, 0, 3])
-    assert module._rank_correlation(a, b) == pytest.approx(scipy.spearmanr(a, b).statistic)
-    assert module._rank_correlation(a, torch.ones(7)) == 0

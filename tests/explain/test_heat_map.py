@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ import capszoo
 from capszoo._utils.files import NotWritable
 from capszoo.errors import CapszooError, UsageError
 from capszoo.explain import explain, heat_map, save_figure, save_heat_grid
+from capszoo.explain.cell_centres import CellCentres
 from capszoo.explain.heat_map import MEANINGS, METHODS
 from capszoo.explain.plotting import save_columns
 from capszoo.preprocess import model_transform
@@ -68,38 +68,19 @@ def test_explanation(model: ToyCaps, picture: Image.Image) -> None:
     assert explanation.heat.sum().item() == pytest.approx(1, abs=1e-5)
     torch.testing.assert_close(explanation.couplings[0], output.couplings[0])
     assert explanation.labels == tuple("abcde")
-    assert (
-        explanation.image.shape == (1, 10, 10)
-        and 0 <= explanation.image.min() <= explanation.image.max() <= 1
-    )
+    image = explanation.image
+    assert image.shape == (1, 10, 10) and 0 <= image.min() <= image.max() <= 1
     rebuilt = model.reconstruct(output.poses, torch.tensor([predicted]))[0].detach()
     torch.testing.assert_close(explanation.reconstruction, rebuilt)
 
 
 def test_another_class_has_another_map(model: ToyCaps, picture: Image.Image) -> None:
     by_index, by_name = explain(model, picture, 3), explain(model, picture, "d")
-    assert by_index.target == by_name.target == 3
-    assert torch.equal(by_index.heat, by_name.heat)
+    assert by_index.target == by_name.target == 3 and torch.equal(by_index.heat, by_name.heat)
     others = [explain(model, picture, i).heat for i in range(5) if i != 3]
     assert not any(torch.allclose(by_index.heat, heat) for heat in others)
-
-
-def test_tensor_and_picture_agree(model: ToyCaps, picture: Image.Image) -> None:
     tensor = model_transform(model)(picture)
-    assert torch.equal(explain(model, tensor).heat, explain(model, picture).heat)
-
-
-def test_heat_at_keeps_the_place_and_the_scale(model: ToyCaps, picture: Image.Image) -> None:
-    explanation = explain(model, picture)
-    assert explanation.relative.mean().item() == pytest.approx(1, abs=1e-5)
-    large = explanation.heat_at(40, 20)
-    assert large.shape == (40, 20)
-    # nothing is stretched: the ends are those of the map itself
-    assert large.min().item() == pytest.approx(explanation.relative.min().item(), abs=1e-5)
-    assert large.max().item() == pytest.approx(explanation.relative.max().item(), abs=1e-5)
-    row, column = divmod(int(explanation.heat.argmax()), 2)
-    top, left = divmod(int(large.argmax()), 20)
-    assert (top // 20, left // 10) == (row, column)
+    assert torch.equal(explain(model, tensor, 3).heat, by_index.heat)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -160,15 +141,12 @@ def test_methods_that_do_not_exist_or_lack_their_library(
 ) -> None:
     with pytest.raises(UsageError, match="gradient"):
         explain(model, picture, method="gradients")
-    with refuses(CapszooError, names=["capsule", "network"]):
-        explain(_Linear(), torch.zeros(1, 14, 21))
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *rest: None)
     with pytest.raises(CapszooError, match=r"captum.*'\.\[explain\]'"):
         explain(model, picture, method="occlusion")
 
 
 def test_noise_about_an_even_share_is_not_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     noise = torch.ones(6, 6) + 0.08 * torch.linspace(-1, 1, 36).view(6, 6)
     even, rounding, strong = (
         flat_map(values) for values in (noise, 1 + 1e-7 * noise, torch.ones(6, 6) + 2 * torch.eye(6))
@@ -184,7 +162,6 @@ def test_noise_about_an_even_share_is_not_drawn(tmp_path: Path) -> None:
 
 
 def test_uncovered_cells_are_left_out(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     covered = torch.ones(4, 4, dtype=torch.bool)
     covered[-1] = False
     explanation = flat_map(covered.float(), covered=covered)
@@ -222,28 +199,33 @@ def test_pooling_without_routing_has_no_couplings_to_show(pool: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "quantity"),
+    ("name", "quantity", "first", "step"),
     [
-        ("resnet20_routingcaps", "coupling"),
-        ("resnet20_idpa", "coupling"),
-        ("resnet20_dynamic", "coupling × vote length"),
-        ("efficient_capsnet", "coupling × vote length"),
-        ("capsnet6_dynamic", "coupling × capsule length"),
-        ("capsnet_em_norb_small", "coupling × activation"),
-        ("resnet20_selfrouting", "coupling × activation"),
-        ("resnet20_heinsen", "positive credit"),
-        ("encapnet6_master", "vote component"),
+        ("resnet20_routingcaps", "coupling", 0.5, 4),
+        ("cnn_routingpool", "coupling", 0.5, 1),
+        ("capsnet_dynamic", "coupling × vote length", 8.5, 2),
+        ("resnet20_idpa", "coupling", 0.5, 4),
+        ("idpa_cnn", "coupling", 0.5, 2),
+        ("resnet20_dynamic", "coupling × vote length", 0.5, 4),
+        ("efficient_capsnet", "coupling × vote length", 5.5, 2),
+        ("deepcaps", "coupling × vote length", 0.5, 8),
+        ("capsnet6_dynamic", "coupling × capsule length", 0.5, 4),
+        ("capsnet_em_norb_small", "coupling × activation", 8.5, 4),
+        ("resnet20_selfrouting", "coupling × activation", 0.5, 4),
+        ("resnet20_heinsen", "positive credit", 0.5, 4),
+        ("encapnet6_master", "vote component", 0.5, 8),
+        ("hvc", "vote component", 3.5, 1),
     ],
 )
-def test_the_explanation_names_what_its_shares_are_of(name: str, quantity: str) -> None:
+def test_the_explanation_names_what_its_shares_are_of_and_where(
+    name: str, quantity: str, first: float, step: float
+) -> None:
     net = capszoo.create_model(name, num_classes=3, in_chans=1)
     size = model_transform(net)
     found = explain(net, torch.rand(size.channels, *size.size))
     assert found.quantity == quantity == net.map_quantity
-
-
-def test_without_decoder_there_is_no_reconstruction(picture: Image.Image) -> None:
-    assert explain(ToyCaps(), picture).reconstruction is None
+    assert found.heat.min() >= 0 and found.heat.sum().item() == pytest.approx(1, abs=1e-3)
+    assert found.centres == (CellCentres(first, step), CellCentres(first, step))
 
 
 def test_errors(model: ToyCaps, picture: Image.Image) -> None:
@@ -253,6 +235,8 @@ def test_errors(model: ToyCaps, picture: Image.Image) -> None:
         explain(model, picture, 5)
     with refuses(UsageError, names=["1", "9", "10", "image"]):
         explain(model, torch.zeros(1, 9, 10))
+    with refuses(UsageError, names=["torch.uint8"]):
+        explain(model, torch.zeros(1, 10, 10, dtype=torch.uint8))
     with refuses(CapszooError, names=["capsule", "network"]):
         explain(nn.Linear(2, 2), picture)
 
@@ -270,7 +254,6 @@ def test_errors(model: ToyCaps, picture: Image.Image) -> None:
 
 @pytest.mark.parametrize("decoder", [False, True])
 def test_figure_has_its_panels(picture: Image.Image, tmp_path: Path, decoder: bool) -> None:
-    pytest.importorskip("matplotlib")
     found = explain(ToyCaps(decoder=decoder), picture)
     path = save_figure(found, tmp_path / "deep" / "heat.png")
     with Image.open(path) as figure:
@@ -282,7 +265,6 @@ def test_figure_has_its_panels(picture: Image.Image, tmp_path: Path, decoder: bo
 
 
 def test_figure_errors(model: ToyCaps, picture: Image.Image, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     explanation = explain(model, picture)
     with refuses(UsageError, names=["write", "file"]):
         save_figure(explanation, tmp_path / "heat.xyz")
@@ -298,25 +280,3 @@ def test_figure_errors(model: ToyCaps, picture: Image.Image, tmp_path: Path) -> 
         explanation.save(tmp_path / "mine.pdf")
     explanation.save(tmp_path / "heat.png")
     explanation.save(tmp_path / "heat.pdf")  # its own table is replaced
-
-
-def test_missing_matplotlib_says_what_to_install(
-    model: ToyCaps, picture: Image.Image, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = builtins.__import__
-
-    def without(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name.startswith("matplotlib"):
-            raise ImportError(name)
-        return real(name, *args, **kwargs)
-
-    explanation = explain(model, picture)
-    monkeypatch.setattr(builtins, "__import__", without)
-    with refuses(CapszooError, names=[".[explain]"]):
-        save_figure(explanation, tmp_path / "heat.png")
-
-
-def test_raw_pixels_are_no_normalised_input() -> None:
-    net = capszoo.inference.load_model("resnet20_routingcaps.mnist", device="cpu")
-    with refuses(UsageError, names=["torch.uint8"]):
-        explain(net, torch.zeros(1, 28, 28, dtype=torch.uint8))

@@ -11,7 +11,7 @@ from PIL import Image
 from torch import Tensor
 
 from capszoo.errors import CapszooError, UsageError
-from capszoo.explain import explain, save_figure
+from capszoo.explain import explain
 from capszoo.explain.reconstructions import (
     OFFSETS,
     answers,
@@ -25,9 +25,7 @@ from capszoo.explain.reconstructions import (
 )
 from capszoo.preprocess import model_transform
 from tests.support.errors import refuses
-from tests.support.explain import FAMILIES, REPEATED
 from tests.support.toys import ToyCaps
-from tests.support.zoo import slow_unless, small
 
 
 @pytest.fixture
@@ -132,17 +130,3 @@ def test_errors(model: ToyCaps, tmp_path: Path) -> None:
         overlaps(model, [(images, torch.zeros(2, dtype=torch.long))])
     with refuses(UsageError, names=["nothing", "draw"]):
         save_answers([], tmp_path / "x.png")
-
-
-@pytest.mark.parametrize("name", slow_unless(set(FAMILIES) - set(REPEATED), FAMILIES))
-def test_a_heat_map_of_every_routing(name: str, tmp_path: Path) -> None:
-    model = small(name).eval()
-    chans = 1 if model.in_chans == 2 else model.in_chans
-    if chans != model.in_chans:
-        model = small(name, in_chans=1).eval()
-    rows, cols = model.img_size
-    picture = Image.effect_noise((cols, rows), 90).convert("RGB")
-    explanation = explain(model, picture)
-    assert explanation.heat.dim() == 2 and float(explanation.heat.min()) >= 0
-    assert float(explanation.heat.sum()) == pytest.approx(1, abs=1e-3)
-    assert drawn(save_figure(explanation, tmp_path / "heat.png")) > 50

@@ -76,6 +76,27 @@ def test_a_stratified_part(photos: Path, tmp_path: Path, monkeypatch: pytest.Mon
     assert_names(line, ["training", "--split"])
 
 
+def test_a_run_is_evaluated_from_another_folder(
+    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = _spy(monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    finetune(MODEL, photos.name, tmp_path / "run", epochs=1, cpu=True, tag="mine")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    with refuses(DataError, names=[photos.name, "--data"]):
+        prepare("../run", split="val", device="cpu")
+    found = prepare("../run", split="val", data=photos, device="cpu")
+    assert found.part.startswith("validation") and torch.equal(found.images.images, seen[0].validation.images)
+    moved = photos.rename(tmp_path / "moved")
+    assert prepare("../run", split="val", data=moved, device="cpu").n == found.n
+    next((moved / "one").iterdir()).unlink()
+    with refuses(DataError, names=["training", "--split"]):
+        prepare("../run", split="val", data=moved, device="cpu")
+    with refuses(DataError, names=["run", "--data"]):  # weights that this folder did not train
+        prepare(MODEL, split="val", data=moved, device="cpu")
+
+
 def test_an_own_validation_split(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     images = packed(root, "mnist")
     write_photos(images, tmp_path / "own" / "train", {"one": 8, "three": 8, "eight": 8})
@@ -91,9 +112,7 @@ def test_an_own_validation_split(root: Path, tmp_path: Path, monkeypatch: pytest
 
 
 def test_unreadable_images_are_left_out_again(
-    photos: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (photos / "one" / "0000.png").write_bytes(b"\x89PNG\r\n\x1a\n broken")
     seen = _spy(monkeypatch)
@@ -111,12 +130,8 @@ def test_val_is_not_the_test_set_of_a_run_that_validates_on_it(digits: ImageSet,
     folder = tmp_path / "own"
     for number, split in enumerate(("train", "val")):
         write_photos(digits, folder / split, {"one": 4, "three": 4}, 4 * number)
-    tree = {
-        "arch": "idpa_cnn",
-        "tag": "own",
-        "data": {"name": f"imagefolder:{folder}", "size": 16, "validation": "own"},
-        "epochs": 1,
-    }
+    data = {"name": f"imagefolder:{folder}", "size": 16, "validation": "own"}
+    tree = {"arch": "idpa_cnn", "tag": "own", "data": data, "epochs": 1}
     with refuses(DataError, names=["data.test=false"]):
         setup.load_data(load_recipe(tree), None)
     assert setup.load_data(load_recipe(tree, ["data.test=false"]), None).test is None

@@ -9,12 +9,10 @@ import pytest
 import torch
 
 from capszoo.data import ImageSet
-from capszoo.errors import CapszooError
 from capszoo.recipes.evaluation.calibration import (
     BINS,
     _scaled,
     calibrate,
-    check_calibration,
     fit_temperature,
     held_out_images,
     reliability,
@@ -22,7 +20,6 @@ from capszoo.recipes.evaluation.calibration import (
 from capszoo.recipes.evaluation.target import EvalTarget, prepare
 from capszoo.scores import probabilities
 from tests.support import packed
-from tests.support.errors import refuses
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -105,9 +102,3 @@ def test_held_out_images(target: EvalTarget, tiny_mnist: Path) -> None:
     assert "it is measured on" in str(held_out_images(own, name, None, str(tiny_mnist)))
     missing = held_out_images(target, name, None, str(tiny_mnist.parent / "none"))
     assert isinstance(missing, str) and "no such folder" in missing
-
-
-def test_what_is_refused() -> None:
-    several = prepare("resnet20_routingcaps.multimnist", packed(ROOT, "multimnist"), device="cpu")
-    with refuses(CapszooError, names=["label", "image"]):
-        check_calibration(several)

@@ -10,19 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from capszoo.data import keyed_generator
-from capszoo.errors import CapszooError
 from capszoo.recipes.evaluation.corruptions import (
     CIFAR_C,
     MNIST_C,
     Corruption,
     CorruptionResult,
-    _plasma,
     corrupt,
-    corruption_set,
     corruptions,
     mean_accuracy,
 )
-from capszoo.recipes.evaluation.metrics import assess
 from capszoo.recipes.evaluation.target import EvalTarget, prepare
 from tests.support import packed
 
@@ -36,11 +32,6 @@ def done(
     chosen: dict[str, Corruption], name: str, pixels: Tensor, severity: int = 1, seed: int = 0
 ) -> Tensor:
     return corrupt(pixels, chosen[name], severity, keyed_generator(seed))
-
-
-def test_twelve_of_each() -> None:
-    assert len(CIFAR_C) == len(MNIST_C) == 12
-    assert {len(one.severities) for one in CIFAR_C.values()} == {5}
 
 
 @pytest.mark.parametrize(("data", "name"), EVERY)
@@ -128,15 +119,6 @@ def test_elastic_without_movement_is_the_image() -> None:
     assert float((shifted - pixels).abs().mean()) > 0.01
 
 
-def test_fog_is_smoother_where_its_amplitude_falls_faster() -> None:
-    def roughness(decay: float) -> float:
-        field = _plasma(16, 32, decay, keyed_generator(0))
-        assert field.amin((1, 2)).unique().tolist() == [0] and field.amax((1, 2)).unique().tolist() == [1]
-        return float((field - field.roll(1, 1)).abs().mean())
-
-    assert roughness(3) < roughness(2) < roughness(1.2)
-
-
 def test_digits_are_moved_and_drawn_on() -> None:
     point = torch.zeros(40, 1, 28, 28, dtype=torch.uint8)
     point[:, :, 14, 14] = 200
@@ -151,10 +133,8 @@ def test_digits_are_moved_and_drawn_on() -> None:
     assert not zigzag[:, :2].any() and float(zigzag[:, 3:24].float().mean()) > 0.9
     turned = packed(ROOT, "mnist").images[:60]
     for name in ("shear", "rotate"):
-        assert (
-            len({int(one.float().argmax()) for one in done(MNIST_C, name, turned[:1].expand(20, 1, 28, 28))})
-            == 2
-        )
+        sides = done(MNIST_C, name, turned[:1].expand(20, 1, 28, 28))
+        assert len({int(one.float().argmax()) for one in sides}) == 2
 
 
 @pytest.fixture(scope="module")
@@ -187,22 +167,6 @@ def test_the_images_do_not_depend_on_the_batch_size(target: EvalTarget) -> None:
     assert same == [name in fixed for name in MNIST_C]
 
 
-def test_accuracy_on_corrupted_digits(target: EvalTarget) -> None:
-    found = corruptions(target)
-    assert [one.name for one in found] == list(MNIST_C)
-    accuracy = {one.name: one.mean for one in found}
-    clean = assess(target).accuracy
-    assert accuracy["glass blur"] < clean - 20 and accuracy["shear"] > clean - 5
-    assert mean_accuracy(found) == pytest.approx(sum(accuracy.values()) / 12)
-
-
 def test_the_mean_counts_corruptions_equally() -> None:
     results = [CorruptionResult("a", "noise", (10.0, 20.0)), CorruptionResult("b", "blur", (45.0,))]
     assert mean_accuracy(results) == 30
-
-
-def test_other_images_are_refused(target: EvalTarget) -> None:
-    spec = replace(target.images.spec, input_size=(1, 40, 40))
-    larger = replace(target, images=replace(target.images, spec=spec))  # type: ignore[arg-type]
-    with pytest.raises(CapszooError, match=r"3x32x32 and 1x28x28 images, .* takes 1x40x40"):
-        corruption_set(larger)

@@ -8,13 +8,11 @@ from torch.testing import assert_close
 
 import capszoo
 from capszoo.data import ImageSet, dataset_spec
-from capszoo.errors import CapszooError
 from capszoo.recipes.evaluation.iterations import accuracy_by_iterations
 from capszoo.recipes.evaluation.metrics import predicted
 from capszoo.recipes.evaluation.report import measure
 from capszoo.recipes.evaluation.target import EvalTarget, prepare
 from capszoo.summary import routing_iterations
-from tests.support.errors import refuses
 
 
 def _noise(name: str) -> ImageSet:
@@ -70,8 +68,3 @@ def test_accuracies_are_those_of_networks_built_with_as_many_iterations(name: st
         assert_close(one.accuracy, float(100 * right))
         assert one.changed == int((given != usual).any(1).sum())
     assert found[0].changed > 0, "noise lies near the borders of classes"
-
-
-def test_a_network_without_iterations_is_refused() -> None:
-    with refuses(CapszooError, names=["routing", "iterations"]):
-        accuracy_by_iterations(_target("encapnet6_master.mnist"), (1,))

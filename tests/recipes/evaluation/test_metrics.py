@@ -15,7 +15,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 import capszoo
-from capszoo.data import Batches, DataError, ImageSet, dataset_spec
+from capszoo.data import Batches, DataError
 from capszoo.data.augment import resize
 from capszoo.errors import CapszooError, UsageError
 from capszoo.recipes.evaluation.crops import Crops, default_side
@@ -45,7 +45,11 @@ def test_classes_and_confusion_by_hand() -> None:
     assert (c.n, c.recall, c.precision, c.f1) == (0, None, 0.0, 0.0)
 
 
-def test_results_of_folds_are_pooled() -> None:
+def test_top_five_and_results_of_folds_are_pooled() -> None:
+    tally = Tally(7, 1, 0.5)
+    tally.add(torch.arange(7.0).expand(7, 7), torch.arange(7))  # the highest five are 2 to 6
+    assert tally.result("abcdefg").top1 == pytest.approx(100 / 7)
+    assert tally.result("abcdefg").top5 == pytest.approx(500 / 7)
     labels = torch.tensor([0, 0, 1, 1, 2, 2])
     scores = nn.functional.one_hot(torch.tensor([0, 1, 1, 1, 2, 0]), 7).float()
     parts = []
@@ -57,14 +61,6 @@ def test_results_of_folds_are_pooled() -> None:
     assert (found.n, found.errors, found.top1, found.top5) == (6, 2, whole.top1, None)
     assert found.per_class == whole.per_class and found.confusion is not None
     assert torch.equal(found.confusion, whole.confusion)
-
-
-def test_top_five() -> None:
-    tally = Tally(7, 1, 0.5)
-    scores = torch.arange(7.0).expand(7, 7)  # the highest five are 2 to 6
-    tally.add(scores, torch.arange(7))
-    result = tally.result("abcdefg")
-    assert result.top1 == pytest.approx(100 / 7) and result.top5 == pytest.approx(500 / 7)
 
 
 def test_several_labels_by_hand() -> None:
@@ -234,30 +230,10 @@ def test_what_does_not_fit_is_said(root: Path, tiny_mnist: Path, tmp_path: Path)
         prepare("idpa_cnn.mnist", "affnist", data=tiny_mnist)
 
 
-def test_a_folder_of_images_is_a_data_set(root: Path, tmp_path: Path) -> None:
-    from PIL import Image
-
-    digits = packed(root, "mnist")
-    for split, part in (("train", slice(0, 100)), ("test", slice(100, 160))):
-        for n, (image, label) in enumerate(zip(digits.images[part], digits.labels[part], strict=True)):
-            folder = tmp_path / split / str(int(label))
-            folder.mkdir(parents=True, exist_ok=True)
-            Image.fromarray(image[0].numpy()).save(folder / f"{n}.png")
-    target = prepare(MODEL, data=f"imagefolder:{tmp_path}", device="cpu")
-    found = assess(target)
-    same = assess(prepare(MODEL, digits.subset(torch.arange(100, 160)), device="cpu"))
-    assert found.n == 60 and found.confusion is not None and same.confusion is not None
-    assert torch.equal(found.confusion, same.confusion), "the same digits, neither scaled nor cropped"
-    with refuses(UsageError, names=["names", "data"]):
-        prepare(MODEL, "mnist", data=f"imagefolder:{tmp_path}")
-
-
-def test_a_folder_for_a_test_alone_and_in_other_channels(root: Path, tmp_path: Path) -> None:
-    from PIL import Image
-
-    digits = packed(root, "mnist")
+def test_a_folder_is_a_data_set_in_any_channels(root: Path, tmp_path: Path) -> None:
+    digits = packed(root, "mnist").subset(torch.arange(100))
     grey, colour, ink = tmp_path / "grey", tmp_path / "colour", tmp_path / "ink"
-    for n, (image, label) in enumerate(zip(digits.images[:100], digits.labels[:100], strict=True)):
+    for n, (image, label) in enumerate(zip(digits.images, digits.labels, strict=True)):
         picture = Image.fromarray(image[0].numpy())
         black = Image.new("RGBA", picture.size, (0, 0, 0, 0))
         black.putalpha(picture)
@@ -265,11 +241,21 @@ def test_a_folder_for_a_test_alone_and_in_other_channels(root: Path, tmp_path: P
             place = folder / "test" / str(int(label))
             place.mkdir(parents=True, exist_ok=True)
             drawn.save(place / f"{n}.png")
-    same = assess(prepare(MODEL, digits.subset(torch.arange(100)), device="cpu"))
-    for folder in (grey, colour, ink):  # black on transparent is read as white on black, as by predict
-        found = assess(prepare(MODEL, data=folder, device="cpu"))
-        assert found.confusion is not None and same.confusion is not None
-        assert torch.equal(found.confusion, same.confusion)
+    same = assess(prepare(MODEL, digits, device="cpu"))
+    assert (
+        same.n == 100 and same.confusion is not None and int(same.confusion.diag().sum()) == 100 - same.errors
+    )
+    for way in (
+        f"imagefolder:{grey}",
+        grey,
+        colour,
+        ink,
+    ):  # black on transparent is white on black, as for predict
+        found = assess(prepare(MODEL, data=way, device="cpu"))
+        assert found.confusion is not None
+        assert torch.equal(found.confusion, same.confusion), "the same digits, neither scaled nor cropped"
+    with refuses(UsageError, names=["names", "data"]):
+        prepare(MODEL, "mnist", data=f"imagefolder:{grey}")
     net = capszoo.create_model("resnet20_routingpool.cifar10", pretrained=True, img_size=28)
     target = prepare(net, data=grey, device="cpu")
     assert target.images.spec.input_size == (3, 28, 28) and assess(target).n == 100
@@ -279,13 +265,6 @@ def test_a_folder_for_a_test_alone_and_in_other_channels(root: Path, tmp_path: P
     (grey / "test").rename(tmp_path / "flat")
     with refuses(DataError, names=["--split"]):
         prepare(MODEL, data=tmp_path / "flat", device="cpu")
-
-
-def test_images_in_memory(root: Path) -> None:
-    digits: ImageSet = packed(root, "mnist").subset(torch.arange(100))
-    found = assess(prepare(MODEL, digits, device="cpu"))
-    assert found.n == 100 and found.confusion is not None and int(found.confusion.sum()) == 100
-    assert found.errors == 100 - int(found.confusion.diag().sum()) and dataset_spec("mnist") == digits.spec
 
 
 def test_two_images_may_differ() -> None:

@@ -16,6 +16,7 @@ from tests.support.errors import refuses
 pytest.importorskip("matplotlib")
 
 from capszoo.errors import CapszooError, UsageError
+from capszoo.explain import plotting
 from capszoo.explain.convergence import IterationChanges
 from capszoo.explain.routing_stats import AgreementCurve, LayerStats, RoutingStats
 from capszoo.recipes.evaluation import report_plots
@@ -28,8 +29,8 @@ from tests.support.command import fails, succeeds
 def kept(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The figures that are saved, as they are drawn."""
     figures: list[Any] = []
-    save = report_plots.save
-    monkeypatch.setattr(report_plots, "save", lambda f, path: (figures.append(f), save(f, path))[1])
+    save = plotting.save
+    monkeypatch.setattr(plotting, "save", lambda f, path: (figures.append(f), save(f, path))[1])
     return figures
 
 
@@ -114,22 +115,15 @@ def test_the_command_takes_reports(tmp_path: Path) -> None:
     ("changes", "said"),
     [
         ({"robustness": {"sweeps": 5}}, "robustness.sweeps: Input should be a valid list"),
-        ({"robustness": [1]}, "robustness: Input should be"),
         ({"robustness": {"sweeps": [{}], "pgd": []}}, "robustness.sweeps.0.name: Field required"),
         ({"robustness": {"sweeps": [], "pgd": []}}, "holds no robustness"),
         ({"n": 0}, "n: Input should be greater"),
-        ({"top1": "x"}, "top1: Input should be a valid number"),
-        ({"dataset": None}, "dataset: Input should be a valid string"),
     ],
 )
 def test_a_damaged_report_is_one_line(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
     (tmp_path / "eval.json").write_text(json.dumps(_report("a", 90.0) | changes))
     line = fails(1, "curves", "--what", "robustness", "--out", tmp_path / "x.png", tmp_path)
     assert said in line and not (tmp_path / "x.png").exists()
-    report = _report("a", 90.0)
-    report["robustness"]["sweeps"][0]["accuracy"].pop()
-    with refuses(CapszooError, names=["amounts", "accuracy"]):
-        draw_robustness({"a": report}, tmp_path / "x.png")
 
 
 def test_confusion(tmp_path: Path, kept: list[Any]) -> None:
@@ -168,13 +162,10 @@ def test_routing_has_titles_labels_and_axes_from_zero(tmp_path: Path, kept: list
     assert titled[2].get_ylim()[1] > 0.27
     rows = _rows(path.with_suffix(".csv"))
     assert ["entropy (1: even)", "1", "0.93"] in rows and ["share of dead capsules", "1", "0.1"] in rows
-
-
-def test_credit_has_no_logits_to_draw(tmp_path: Path, kept: list[Any]) -> None:
     layer = LayerStats(1, 10, 32, over=None, entropy=None, peak=None, dead=1, negative=0.25)
     stats = RoutingStats(n=5, layers=(layer,), never_predicted=(), curve=None)
-    changes = (IterationChanges(own=2, logits=(), couplings=(1.0, 0.1)),)
+    changes = (IterationChanges(own=2, logits=(), couplings=(1.0, 0.1)),)  # of credit
     path = report_plots._draw_routing(stats, changes, "a model, n = 5", tmp_path / "routing.png")
-    assert [axes.get_title() for axes in kept[0].axes] == ["Couplings"]
+    assert [axes.get_title() for axes in kept[1].axes] == ["Couplings"]
     rows = _rows(path.with_suffix(".csv"))
     assert ["share of negative credit", "1", "0.25"] in rows and ["entropy (1: even)", "1", ""] in rows

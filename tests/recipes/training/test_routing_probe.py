@@ -15,9 +15,9 @@ import capszoo
 from capszoo.checkpoint import model_from_file
 from capszoo.data import Batches, load_dataset, split_validation
 from capszoo.errors import CapszooError, UsageError
+from capszoo.explain import plotting
 from capszoo.explain.routing_stats import routing_stats
 from capszoo.recipes.config import Recipe, RecipeError
-from capszoo.recipes.evaluation import plots
 from capszoo.recipes.evaluation.plots import draw_routing_probe, draw_runs, shown_epochs
 from capszoo.recipes.train import train
 from capszoo.recipes.training.history import find_runs
@@ -115,7 +115,7 @@ def lines_of(monkeypatch: pytest.MonkeyPatch, module: Any) -> list[Any]:
 
 
 def test_runs_in_one_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = lines_of(monkeypatch, plots)
+    kept = lines_of(monkeypatch, plotting)
     one = write_run(tmp_path / "one", 10, [3.0, 2.0])
     three = write_run(tmp_path / "three", 20, [4.0, 2.5, 1.5])
     draw_runs(find_runs([one, three]), tmp_path / "a.png", x="images", log=True)
@@ -175,7 +175,7 @@ def test_damaged_records_are_one_line(tmp_path: Path, record: Any, said: str) ->
 
 
 def test_panels_show_the_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = lines_of(monkeypatch, plots)
+    kept = lines_of(monkeypatch, plotting)
     routing = [{"share": [60.0, 40.0], "length": [None, 2.0 * k]} for k in (1, 2)]
     made = [{"epoch": k, "routing": values} for k, values in enumerate(routing, 1)]
     draw_routing_probe({"a": made, "b": made[:1]}, tmp_path / "x.png")
