@@ -13,7 +13,7 @@ with any routing of :data:`capszoo.models._heads.HEADS`; :func:`attach_head` cre
 
 from collections import OrderedDict
 from functools import partial
-from typing import TYPE_CHECKING, Any, Callable, Collection, Dict, List, Optional, Set, Tuple, Union
+from typing import Any, Callable, Collection, Dict, List, Optional, Set, Tuple, Union
 
 import torch
 import torch.nn as nn
@@ -61,9 +61,6 @@ class HeadNet(CapsuleNet):
     """
 
     classifier_name = "head.classes"
-
-    if TYPE_CHECKING:  # not at run time: TorchScript would read annotations of the class
-        head: Any
 
     def _attach(self, chans: int, grid: Tuple[int, int], routing: str, options: Dict[str, Any]) -> None:
         self.num_features = chans
