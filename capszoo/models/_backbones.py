@@ -18,7 +18,7 @@ from timm.models import (
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from capszoo.errors import unknown_name
+from capszoo.errors import WeightsError, first_line, unknown_name
 from capszoo.layers._layout import split_axis
 from capszoo.models._inspect import evaluating
 
@@ -34,7 +34,6 @@ from .._pretrained.files import (
     local_weights,
 )
 from .._utils.files import read_json_object
-from ..errors import WeightsError
 from ._builder import untrusted_config
 
 torch.fx.wrap("split_axis")
@@ -85,10 +84,8 @@ class BackboneFeatures(nn.Module):
         if out.dim() == 4:
             last = str(getattr(model, "output_fmt", "NCHW")).split(".")[-1] == "NHWC"
             self.layout = "NHWC" if last else "NCHW"
-            self.chans = int(out.shape[3 if last else 1])
-            self.grid = (
-                (int(out.shape[1]), int(out.shape[2])) if last else (int(out.shape[2]), int(out.shape[3]))
-            )
+            _, self.chans, *grid = (out.permute(0, 3, 1, 2) if last else out).shape
+            self.grid: Tuple[int, int] = (grid[0], grid[1])
         elif out.dim() == 3:
             self.layout, self.chans = "tokens", int(out.shape[2])
             self.prefix = _prefix_tokens(model)
@@ -149,8 +146,9 @@ class BackboneLevels(BackboneFeatures):
             with evaluating(model), torch.no_grad():
                 maps = self._maps(_blank_image(model, in_chans, img_size))
         except (AssertionError, AttributeError, RuntimeError, TypeError, ValueError) as error:
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise ValueError(f"{name} has no {levels} levels of maps (levels={levels}): {reason}") from error
+            raise ValueError(
+                f"{name} has no {levels} levels of maps (levels={levels}): {first_line(error)}"
+            ) from error
         if len(maps) != levels or any(part.dim() != 4 for part in maps):
             raise ValueError(f"{name} has no {levels} levels of maps (levels={levels}): use fewer")
         #: Channels of the maps below the last one.
@@ -175,9 +173,10 @@ def _blank_features(model: nn.Module, in_chans: int, img_size: Tuple[int, int]) 
         with evaluating(model), torch.no_grad():
             out = model.forward_features(_blank_image(model, in_chans, img_size))  # type: ignore[operator]
     except (AssertionError, RuntimeError, ValueError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         size = f"{in_chans}x{img_size[0]}x{img_size[1]}"
-        raise ValueError(f"{type(model).__name__} does not take {size} images: {reason}") from error
+        raise ValueError(
+            f"{type(model).__name__} does not take {size} images: {first_line(error)}"
+        ) from error
     if not isinstance(out, Tensor):
         raise ValueError(
             f"{type(model).__name__} gives {type(out).__name__} as features, which is no feature map"
