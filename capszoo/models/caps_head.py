@@ -233,12 +233,11 @@ class RoutedResNet(_HeadResNet):
             raise ValueError(f"the {routing} head has one capsule layer: depth must be 1, not {depth}")
         super().__init__(num_classes, in_chans, img_size, global_pool, fixed_input_size=True)
         options: Dict[str, Any] = dict(caps_types=caps_types, caps_dim=caps_dim, drop_rate=drop_rate)
+        options["even_couplings"] = even_couplings
         if routing_iters is not None and routing != "self_attention":
             options["num_iters"] = routing_iters
         if deeper:
             options["depth"] = depth
-        if even_couplings:
-            options["even_couplings"] = True
         self._build(layers, routing, options)
 
 
