@@ -1,5 +1,6 @@
 """Use any timm model as a feature extractor: its last features as ``[b, c, h, w]``, whatever their layout."""
 
+import inspect
 import logging
 import re
 from pathlib import Path
@@ -311,7 +312,8 @@ def _names_in_code(model: Any, *methods: str) -> Set[str]:
     names: Set[str] = set()
     waiting = list(methods)
     while waiting:
-        code = getattr(getattr(type(model), waiting.pop(), None), "__code__", None)
+        member = getattr(type(model), waiting.pop(), None)
+        code = getattr(inspect.unwrap(getattr(member, "fget", member)), "__code__", None)  # type: ignore[arg-type]
         fresh = set(code.co_names) - names if code else set()
         names |= fresh
         waiting += fresh
