@@ -154,8 +154,6 @@ class Checkpoint:
         Raises:
             WeightsError: the file is not available, or damaged.
         """
-        if self.exported:
-            self._refuse_as_network()
         if self.info is None:
             raise WeightsError(f"{self.argument}: no checkpoint of the zoo and no weights file")
         return locate_weights(self.info) if self.path is None else checked_pair(self.path)[0]
@@ -205,20 +203,16 @@ class Checkpoint:
     def _exported(self, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:
         assert self.path is not None
         if not pretrained:
-            self._refuse_as_network()
+            raise CapszooError(
+                f"{self.argument} is an exported file, which has no weights to load",
+                "give the model that it was made from",
+            )
         if kwargs:
             raise UsageError(
                 f"{self.argument} is an exported file, whose settings are fixed",
                 f"leave {', '.join(kwargs)} out",
             )
         return OnnxModel(self.path)
-
-    def _refuse_as_network(self) -> None:
-        """Raise ``CapszooError`` where the weights of an exported file are asked for."""
-        raise CapszooError(
-            f"{self.argument} is an exported file, which has no weights to load",
-            "give the model that it was made from",
-        )
 
     def _from_file(self, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:
         assert self.path is not None

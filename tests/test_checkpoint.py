@@ -18,7 +18,7 @@ import capszoo
 from capszoo._pretrained.catalogue import check_model_argument, checkpoints
 from capszoo._pretrained.files import HUB_FILENAME, METADATA_FILENAME, locate_weights
 from capszoo._pretrained.info import run_weights
-from capszoo.checkpoint import NoWeights, checkpoint_of, model_from_file, resolve
+from capszoo.checkpoint import NoWeights, checkpoint_of, resolve
 from capszoo.cli.predict import _sha256
 from capszoo.errors import CapszooError, WeightsError
 from capszoo.metadata import Metadata
@@ -142,26 +142,6 @@ def test_a_saved_checkpoint_is_the_same_network(name: str, tmp_path: Path) -> No
         again = create(f"local-dir:{tmp_path}", pretrained=True).eval()
         with torch.no_grad():
             assert torch.equal(again(x), net(x))
-
-
-def test_weights_of_timm_s_architectures_are_taken_as_they_are(tmp_path: Path) -> None:
-    """With two input channels, from which timm would adapt its first convolution to something else."""
-    net = capszoo.create_model("resnet18", num_classes=3, in_chans=2).eval()
-    weights = tmp_path / "resnet18.mine.safetensors"
-    save_file(net.state_dict(), weights)
-    stated = {
-        "architecture": "resnet18",
-        "tag": "mine",
-        "sha256": capszoo._pretrained.files.sha256_of(weights),
-        "num_classes": 3,
-        "input_size": [2, 32, 32],
-        "mean": [0.5, 0.5],
-        "std": [0.5, 0.5],
-    }
-    weights.with_suffix(".json").write_text(json.dumps(stated))
-    found, info = model_from_file(weights)
-    x = torch.randn(1, 2, 32, 32)
-    assert torch.equal(found(x), net(x)) and info.metadata.metrics == {}
 
 
 @pytest.mark.parametrize(

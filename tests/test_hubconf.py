@@ -26,23 +26,19 @@ def test_entry_points_are_the_registry(hubconf: ModuleType) -> None:
     assert hubconf.dependencies == ["torch", "timm", "safetensors", "huggingface_hub"]
 
 
-def test_entry_points_are_plain_functions(hubconf: ModuleType) -> None:
+def test_each_entry_point_is_a_function_that_builds_its_own_model(hubconf: ModuleType) -> None:
     for name in capszoo.list_models():
         entry = getattr(hubconf, name)
         assert inspect.isfunction(entry) and entry.__module__ == "hubconf"
         assert entry.__name__ == name and entry.__doc__
         assert list(inspect.signature(entry).parameters) == ["pretrained", "tag", "kwargs"]
+        model = entry(num_classes=3, device="meta")
+        assert (model.default_cfg["architecture"], model.num_classes) == (name, 3)
 
 
-def test_each_entry_point_builds_its_own_model(hubconf: ModuleType) -> None:
-    for name in capszoo.list_models():
-        model = getattr(hubconf, name)(num_classes=3, device="meta")
-        assert model.default_cfg["architecture"] == name
-        assert model.num_classes == 3
-
-
-def _from_checkout(root: Path, tmp_path: Path, body: str) -> None:
-    """Run ``body`` in a fresh process, away from the checkout, with only hubconf's dependencies importable."""
+def test_load_pretrained_from_a_plain_checkout(root: Path, tmp_path: Path) -> None:
+    """In a fresh process, away from the checkout, with only hubconf's dependencies importable."""
+    architecture = capszoo.list_pretrained()[0].split(".")[0]
     code = f"""
 import os, sys
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -53,29 +49,16 @@ sys.meta_path = [finder for finder in sys.meta_path if "editable" not in repr(fi
 sys.path = [p for p in sys.path if os.path.realpath(p or ".") != {str(root)!r}]
 import torch
 root = {str(root)!r}
-{body}
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=240
-    )
-    assert done.returncode == 0, done.stderr
-
-
-def test_load_pretrained_from_a_plain_checkout(root: Path, tmp_path: Path) -> None:
-    name = next((n for n in capszoo.list_pretrained()), None)
-    assert name is not None, "there are no bundled weights"
-    architecture = name.split(".")[0]
-    _from_checkout(
-        root,
-        tmp_path,
-        f"""
 model = torch.hub.load(root, {architecture!r}, source="local", pretrained=True).eval()
 import capszoo
 same = capszoo.create_model({architecture!r}, pretrained=True).state_dict()
 assert model.state_dict().keys() == same.keys()
 assert all(torch.equal(value, same[key]) for key, value in model.state_dict().items())
-""",
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=240
     )
+    assert done.returncode == 0, done.stderr
 
 
 def test_wrong_keyword_names_the_nearest(hubconf: ModuleType) -> None:

@@ -11,12 +11,11 @@ installed timm and starts pytest with ``-p tests.timm_plugin``. The plugin
 - gives every item the time limit of timm's own switch ``TIMEOUT``, in seconds: some of the file's limits do not
   read it, and are meant for a machine with more than two cores.
 
-An exclusion stands in ``EXCLUDED`` by test and model name, with its reason, and is listed at the end of a run.
+No test is left out for any of our models.
 """
 
 from __future__ import annotations
 
-import fnmatch
 import os
 from typing import Any
 
@@ -24,9 +23,6 @@ import pytest
 import timm
 
 import capszoo
-
-# (test function, model name) patterns -> reason
-EXCLUDED: dict[tuple[str, str], str] = {}
 
 _OURS = set(capszoo.list_models())
 _list_models = timm.list_models
@@ -48,19 +44,11 @@ timm.list_models = _list_our_models
 timm.list_pretrained = _list_our_pretrained
 
 
-def _excluded(test: str, model: str) -> str | None:
-    for (test_pattern, model_pattern), reason in EXCLUDED.items():
-        if fnmatch.fnmatch(test, test_pattern) and fnmatch.fnmatch(model, model_pattern):
-            return reason
-    return None
-
-
 class _Selection:
     def __init__(self) -> None:
         self.models: set[str] = set()
         self.kept = 0
         self.foreign = 0
-        self.excluded: dict[str, str] = {}
 
 
 _SELECTION = pytest.StashKey[_Selection]()
@@ -75,9 +63,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if not _is_ours(model):
             selection.foreign += 1
             dropped.append(item)
-        elif (reason := _excluded(item.originalname, model)) is not None:
-            selection.excluded[f"{item.originalname}[{model}]"] = reason
-            dropped.append(item)
         else:
             selection.models.add(model.split(".")[0])
             if limit := os.environ.get("TIMEOUT"):
@@ -89,14 +74,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _summary(selection: _Selection) -> list[str]:
-    lines = [
+    return [
         f"{selection.kept} of timm's tests on {len(selection.models)} of {len(_OURS)} capszoo models; "
         f"{selection.foreign} tests of timm's own models left out"
     ]
-    lines += [f"excluded: {name}: {reason}" for name, reason in sorted(selection.excluded.items())]
-    if not selection.excluded:
-        lines.append("no exclusions")
-    return lines
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:

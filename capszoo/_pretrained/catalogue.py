@@ -20,31 +20,6 @@ from .._utils.files import PACKAGE_FOLDER
 from ..errors import CapszooError, UnknownModel, unknown_name
 from .info import WeightsInfo, default_weights, read_metadata, stored_file, with_aliases
 
-__all__ = [
-    "CATALOGUE",
-    "PAPER_LINKS",
-    "architectures",
-    "check_model_argument",
-    "check_name",
-    "check_not_exported",
-    "check_path",
-    "checkpoints",
-    "describe",
-    "exported_file",
-    "list_rows",
-    "paper_address",
-    "paper_label",
-    "path_remedy",
-    "pickled_remedy",
-    "plain",
-    "recipes",
-    "related_weights",
-    "unknown_tag",
-    "stated",
-    "weights_entry",
-    "without_weights",
-]
-
 #: Checkpoints of related networks that a message names.
 MOST_RELATED = 2
 

@@ -19,8 +19,6 @@ from .._utils.files import read_json_object
 from ..errors import WeightsError
 from .facts import own_facts, set_own_facts
 
-__all__ = ["ModelConfig", "check_facts", "check_model_args", "described"]
-
 #: Largest integer among a model's arguments.
 MAX_ARGUMENT = 1_000_000
 

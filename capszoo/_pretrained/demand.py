@@ -12,8 +12,6 @@ from torch.nn.modules.module import register_module_module_registration_hook
 
 from capszoo.errors import WeightsError, first_line
 
-__all__ = ["check_demand", "fitting"]
-
 #: Elements that a model may have beyond those of its weights file: a decoder, masks, tables of positions.
 MAX_FRESH_NUMBERS = 32 * 2**20
 #: Modules that a model may have beyond 20 for each tensor of its file.

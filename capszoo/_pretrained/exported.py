@@ -19,8 +19,6 @@ from ..errors import CapszooError, WeightsError, first_line, require
 from .checks import check_facts, described
 from .facts import set_own_facts
 
-__all__ = ["OnnxModel"]
-
 
 class OnnxModel(nn.Module):
     """An exported classifier in ONNX Runtime on the CPU: normalised images ``[b, c, h, w]`` to scores ``[b, n]``.

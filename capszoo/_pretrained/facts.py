@@ -16,19 +16,6 @@ from ..errors import UsageError, WeightsError
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = [
-    "for_new_classes",
-    "own_facts",
-    "set_own_facts",
-    "label_names",
-    "label_lines",
-    "class_positions",
-    "model_input_size",
-    "SCORE_KINDS",
-    "kind_for",
-    "score_kind",
-]
-
 _BEFORE = "capszoo: "
 
 

@@ -18,33 +18,16 @@ import re
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from capszoo._pretrained.info import HUB_ORG, WeightsInfo, stored_file, weights_folders
+from capszoo._pretrained.info import WeightsInfo, stored_file, weights_folders
 from capszoo._utils.hub import is_hub_error, limit_hub_waits, refusal
 
 from ..errors import WeightsError
 from .checks import ModelConfig
-
-__all__ = [
-    "HUB_ORG",
-    "WeightsError",
-    "WeightsInfo",
-    "checked_pair",
-    "download_weights",
-    "hub_config",
-    "load_safetensors",
-    "load_weights",
-    "local_weights",
-    "locate_weights",
-    "read_cached",
-    "sha256_of",
-    "sha256_tag",
-    "weights_folders",
-]
 
 T = TypeVar("T")
 
@@ -64,14 +47,10 @@ def load_weights(info: WeightsInfo, cache_dir: str | Path | None = None) -> dict
 
 def sha256_of(path: str | Path) -> str:
     """Hex sha256 of a file."""
-    with open(path, "rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _sha256(f)
-
-
-def _sha256(f: Any) -> str:  # Python 3.10 has no hashlib.file_digest
     digest = hashlib.sha256()
-    for block in iter(lambda: f.read(1 << 20), b""):
-        digest.update(block)
+    with open(path, "rb") as f:
+        while block := f.read(1 << 20):  # Python 3.10 has no hashlib.file_digest
+            digest.update(block)
     return digest.hexdigest()
 
 
@@ -180,13 +159,6 @@ def read_cached(path: Path, read: Callable[[Path], T], fetch: Callable[[bool], P
     return read(path)
 
 
-def _remove_cached(path: Path) -> None:
-    """Remove a file from the Hub client's cache: the link in the snapshot, and the blob that it points to."""
-    for file in (path.resolve(), path):
-        with suppress(OSError):
-            file.unlink()
-
-
 def sha256_tag(sha256: str) -> str:
     """Name of the Hub's tag for the commit that published the weights with this checksum."""
     return f"sha256-{sha256[:12]}"
@@ -260,8 +232,9 @@ def download_weights(
         # the client names large files by their sha256; an intact one may be what another version of capszoo needs
         # (where it makes no symbolic links, as on Windows, that cannot be seen, and the file is fetched again)
         intact = path.resolve().name == actual
-        if not intact:
-            _remove_cached(path)
+        for file in () if intact else (path.resolve(), path):  # the blob, and the link to it in the snapshot
+            with suppress(OSError):
+                file.unlink()
         why = (
             "they are not those that are expected: update capszoo, or ask the repository's owner"
             if intact

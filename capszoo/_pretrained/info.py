@@ -23,19 +23,6 @@ if TYPE_CHECKING:
     from ..metadata import Metadata
     from .checks import ModelConfig
 
-__all__ = [
-    "ALIASES",
-    "HUB_ORG",
-    "Alias",
-    "WeightsInfo",
-    "default_weights",
-    "other_names",
-    "read_metadata",
-    "run_weights",
-    "weights_folders",
-    "with_aliases",
-]
-
 T = TypeVar("T")
 
 _logger = logging.getLogger(__name__)

@@ -26,8 +26,6 @@ from ..metadata import (
 )
 from .facts import SCORE_KINDS
 
-__all__ = ["Description", "Facts", "Sizes", "Source"]
-
 
 def _ascending(value_range: tuple[float, float]) -> tuple[float, float]:
     if not value_range[0] < value_range[1]:

@@ -1,32 +1,11 @@
 """The zoo's architectures; importing this package registers all of them with timm."""
 
-from . import (
-    caps_head,
-    capsnet_dynamic,
-    capsnet_em,
-    cnn_baselines,
-    deepcaps,
-    efficient_capsnet,
-    encapnet,
-    hvc,
-    idpa,
-    routing_pool,
-)
+from importlib import import_module
+
 from ._base import CapsuleNet, CapsuleOutput
 from ._builder import MODULES
 
-__all__ = [
-    "CapsuleNet",
-    "CapsuleOutput",
-    "MODULES",
-    "caps_head",
-    "capsnet_dynamic",
-    "capsnet_em",
-    "cnn_baselines",
-    "deepcaps",
-    "efficient_capsnet",
-    "encapnet",
-    "hvc",
-    "idpa",
-    "routing_pool",
-]
+for _name in MODULES:
+    import_module(f".{_name}", __name__)
+
+__all__ = ["CapsuleNet", "CapsuleOutput", "MODULES", *MODULES]

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 
 from ..errors import WeightsError
 
-__all__ = ["adapt_state_dict"]
-
 _logger = logging.getLogger(__name__)
 
 

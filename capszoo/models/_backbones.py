@@ -1,9 +1,9 @@
 """Use any timm model as a feature extractor: its last features as ``[b, c, h, w]``, whatever their layout."""
 
+import inspect
 import logging
 import re
 from pathlib import Path
-from types import CodeType, FunctionType, MethodType
 from typing import Any, Dict, Iterable, List, Optional, Set, Tuple
 
 import timm
@@ -17,8 +17,9 @@ from timm.models import (
     split_model_name_tag,
 )
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
-from capszoo.errors import unknown_name
+from capszoo.errors import WeightsError, first_line, unknown_name
 from capszoo.layers._layout import split_axis
 from capszoo.models._inspect import evaluating
 
@@ -34,18 +35,7 @@ from .._pretrained.files import (
     local_weights,
 )
 from .._utils.files import read_json_object
-from ..errors import WeightsError
 from ._builder import untrusted_config
-
-__all__ = [
-    "BackboneFeatures",
-    "BackboneLevels",
-    "backbone_args",
-    "create_backbone",
-    "described_backbone",
-    "first_convolution",
-    "prune_stages",
-]
 
 torch.fx.wrap("split_axis")
 
@@ -54,18 +44,6 @@ _logger = logging.getLogger(__name__)
 
 #: What a classifier is called at the top of a network; timm's interface states more (:func:`_classifier_parts`).
 _CLASSIFIER_NAMES = ("head", "fc", "classifier", "global_pool")
-
-#: Names by which code reaches parts of a module that it does not name.
-_REFLECTION = {
-    "getattr",
-    "attrgetter",
-    "get_submodule",
-    "children",
-    "named_children",
-    "modules",
-    "named_modules",
-}
-_REFLECTION |= {"_modules", "parameters", "named_parameters", "__dict__", "vars"}
 
 
 class Unused(nn.Module):
@@ -97,22 +75,25 @@ class BackboneFeatures(nn.Module):
             raise ValueError(
                 f"{name} has no forward_features, so there is no feature map to attach a head to"
             )
-        out = _blank_features(model, in_chans, img_size)
+        called: Set[int] = set()
+        watch = register_module_forward_pre_hook(lambda module, _: called.add(id(module)))
+        try:
+            out = _blank_features(model, in_chans, img_size)
+        finally:
+            watch.remove()
         self.prefix = 0
         if out.dim() == 4:
             last = str(getattr(model, "output_fmt", "NCHW")).split(".")[-1] == "NHWC"
             self.layout = "NHWC" if last else "NCHW"
-            self.chans = int(out.shape[3 if last else 1])
-            self.grid = (
-                (int(out.shape[1]), int(out.shape[2])) if last else (int(out.shape[2]), int(out.shape[3]))
-            )
+            _, self.chans, *grid = (out.permute(0, 3, 1, 2) if last else out).shape
+            self.grid: Tuple[int, int] = (grid[0], grid[1])
         elif out.dim() == 3:
             self.layout, self.chans = "tokens", int(out.shape[2])
             self.prefix = _prefix_tokens(model)
             self.grid = _token_grid(model, in_chans, img_size, int(out.shape[1]), self.prefix)
         else:
             raise ValueError(f"{name} gives features of shape {tuple(out.shape)}, which are no feature map")
-        _remove_classifier(model)
+        _remove_classifier(model, called)
         self.model: Any = model
 
     def forward(self, x: Tensor) -> Tensor:
@@ -166,8 +147,9 @@ class BackboneLevels(BackboneFeatures):
             with evaluating(model), torch.no_grad():
                 maps = self._maps(_blank_image(model, in_chans, img_size))
         except (AssertionError, AttributeError, RuntimeError, TypeError, ValueError) as error:
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise ValueError(f"{name} has no {levels} levels of maps (levels={levels}): {reason}") from error
+            raise ValueError(
+                f"{name} has no {levels} levels of maps (levels={levels}): {first_line(error)}"
+            ) from error
         if len(maps) != levels or any(part.dim() != 4 for part in maps):
             raise ValueError(f"{name} has no {levels} levels of maps (levels={levels}): use fewer")
         #: Channels of the maps below the last one.
@@ -192,9 +174,10 @@ def _blank_features(model: nn.Module, in_chans: int, img_size: Tuple[int, int]) 
         with evaluating(model), torch.no_grad():
             out = model.forward_features(_blank_image(model, in_chans, img_size))  # type: ignore[operator]
     except (AssertionError, RuntimeError, ValueError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         size = f"{in_chans}x{img_size[0]}x{img_size[1]}"
-        raise ValueError(f"{type(model).__name__} does not take {size} images: {reason}") from error
+        raise ValueError(
+            f"{type(model).__name__} does not take {size} images: {first_line(error)}"
+        ) from error
     if not isinstance(out, Tensor):
         raise ValueError(
             f"{type(model).__name__} gives {type(out).__name__} as features, which is no feature map"
@@ -284,10 +267,10 @@ def _reduced_grid(model: Any, in_chans: int, img_size: Tuple[int, int]) -> Optio
     return (-(-img_size[0] // reduction), -(-img_size[1] // reduction)) if reduction else None
 
 
-def _remove_classifier(model: nn.Module) -> None:
+def _remove_classifier(model: nn.Module, called: Set[int]) -> None:
     """Replace the parts of the classifier by :class:`Unused` and log their names."""
     removed = []
-    for key in _classifier_parts(model):
+    for key in _classifier_parts(model, called):
         parent, _, attribute = key.rpartition(".")
         weights = sum(p.numel() for p in model.get_submodule(key).parameters())
         setattr(model.get_submodule(parent), attribute, Unused())
@@ -296,22 +279,22 @@ def _remove_classifier(model: nn.Module) -> None:
         _logger.info("removed the classifier of %s: %s", type(model).__name__, ", ".join(removed))
 
 
-def _classifier_parts(model: Any) -> List[str]:
-    """Names of the modules of a model's classifier, none of which its features can reach.
+def _classifier_parts(model: Any, called: Set[int]) -> List[str]:
+    """Names of the modules of a model's classifier, none of which its features use.
 
     These are what timm's ``get_classifier`` returns, what ``forward_head`` names, which timm defines as the way from
-    features to scores, and the parts with a classifier's usual names. A part that the code of the features names in
-    any branch stays, whatever a forward pass with some image would call. If that code reaches parts without naming
-    them, only what ``get_classifier`` returns goes; if it cannot be read, all stay.
+    features to scores, and the parts with a classifier's usual names. A part stays that the features called, or that
+    their code names in any branch, such as one for training.
+
+    Args:
+        model: the model.
+        called: ids of the modules that a forward pass of its features called.
     """
-    by_features = _names_in_code(model, "forward_features", "forward_intermediates")
-    if by_features is None:
-        return []
-    by_features |= _names_in_parts(model)
-    top: Set[str] = set()
-    if not by_features & _REFLECTION:
-        by_head = _names_in_code(model, "forward_head") or set()
-        top = {key for key, _ in model.named_children() if key in by_head or key in _CLASSIFIER_NAMES}
+    by_features = _names_in_code(model, "forward_features", "forward_intermediates") | {
+        key.split(".")[0] for key, m in model.named_modules(remove_duplicate=False) if id(m) in called
+    }
+    by_head = {*_names_in_code(model, "forward_head"), *_CLASSIFIER_NAMES}
+    top = {key for key, _ in model.named_children() if key in by_head}
     try:
         classifier = model.get_classifier()
     except (AttributeError, TypeError):  # there is none, or timm's method looks into a head that is not there
@@ -324,88 +307,16 @@ def _classifier_parts(model: Any) -> List[str]:
     return [key for key in parts if key.split(".")[0] not in by_features]
 
 
-def _names_in_code(model: Any, *methods: str) -> Optional[Set[str]]:
-    """Names in the code of methods and hooks, and of the methods and functions that this code names, in any branch.
-
-    None if some of it is not readable as Python, such as a method that a wrapper forwards.
-    """
+def _names_in_code(model: Any, *methods: str) -> Set[str]:
+    """Names in the code of a model's methods, and of the methods that this code names, in any branch."""
     names: Set[str] = set()
-    waiting: List[Any] = [
-        hook
-        for module in model.modules()
-        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
-        if not type(hook).__module__.startswith("torch.")  # such as that of spectral_norm
-    ]
-    for method in methods:
-        functions = _defined(model, method)
-        if not functions and hasattr(model, method):
-            return None
-        waiting += functions
-    seen: Set[int] = set()
+    waiting = list(methods)
     while waiting:
-        function = waiting.pop()
-        if id(function) in seen:
-            continue
-        seen.add(id(function))
-        if isinstance(function, property):
-            waiting += [part for part in (function.fget,) if part is not None]
-            continue
-        function = getattr(function, "__func__", function)
-        if hasattr(function, "__wrapped__"):  # a decorator that kept the function
-            waiting.append(function.__wrapped__)
-            if _of_a_library(function):
-                continue
-        code = getattr(function, "__code__", None)
-        if code is None:
-            return None
-        fresh = _names_of(code)
+        member = getattr(type(model), waiting.pop(), None)
+        code = getattr(inspect.unwrap(getattr(member, "fget", member)), "__code__", None)  # type: ignore[arg-type]
+        fresh = set(code.co_names) - names if code else set()
         names |= fresh
-        for name in fresh:
-            waiting += _defined(model, name)
-            helper = function.__globals__.get(name)
-            waiting += [helper] if isinstance(helper, FunctionType) and not _of_a_library(helper) else []
-        for cell in function.__closure__ or ():
-            within = cell.cell_contents
-            if isinstance(within, (FunctionType, MethodType)) and not _of_a_library(within):
-                waiting.append(within)
-    return names
-
-
-def _names_in_parts(model: nn.Module) -> Set[str]:
-    """Names of a model's children in the code of its parts, which may hold the model or be given it."""
-    names: Set[str] = set()
-    for part in model.modules():
-        if part is not model and type(part).__module__.split(".")[0] not in ("timm", "torch"):
-            names |= {name for name in _names_in_code(part, "forward") or () if not hasattr(part, name)}
-    return names & {key for key, _ in model.named_children()}
-
-
-def _of_a_library(function: Any) -> bool:
-    """Whether PyTorch or timm defines it: their helpers get tensors and blocks, not the model."""
-    where = getattr(function, "__func__", function)
-    return str(getattr(where, "__globals__", {}).get("__name__", "")).split(".")[0] in ("timm", "torch")
-
-
-def _defined(model: Any, name: str) -> List[Any]:
-    """What a model and its classes, but not PyTorch's, define by this name as code."""
-    owners = [
-        vars(model),
-        *(vars(kind) for kind in type(model).__mro__ if kind.__module__ != nn.Module.__module__),
-    ]
-    members = [owner[name] for owner in owners if name in owner]
-    return [
-        one for one in members if hasattr(one, "__get__") or (callable(one) and not isinstance(one, type))
-    ]
-
-
-def _names_of(code: CodeType) -> Set[str]:
-    """Names and strings in a function's code and in the functions within it."""
-    names = set(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            names |= _names_of(constant)
-        elif isinstance(constant, str):
-            names.add(constant.split(".")[0])
+        waiting += fresh
     return names
 
 

@@ -33,18 +33,10 @@ from timm.models._features import feature_take_indices
 from torch import Tensor
 
 from capszoo._pretrained.facts import for_new_classes, own_facts, set_own_facts
+from capszoo.layers import capsule_lengths, capsules_from_map
 
+from ..errors import NoCapsules
 from ._blocks import Decoder, SharedDecoder
-
-__all__ = [
-    "CapsuleNet",
-    "CapsuleOutput",
-    "CouplingLayout",
-    "NO_NAMES",
-    "Votes",
-    "feature_levels",
-    "to_2tuple",
-]
 
 #: The decoders, by the values of ``decoder`` that name one.
 DECODERS = {"dense": Decoder, "shared": SharedDecoder}
@@ -114,14 +106,22 @@ def feature_levels(levels: Iterable[Tuple[str, int, int]]) -> List[dict]:
     ]
 
 
+def feature_levels_by_rows(rows: int, levels: Iterable[Tuple[str, int, int]]) -> List[dict]:
+    """The same, each given as (name, channels, rows), for images of so many rows.
+
+    Unpadded convolutions shrink the map too: the reduction is the largest power of two within the ratio.
+    """
+    return feature_levels((name, chs, 2 ** int(math.log2(rows / size))) for name, chs, size in levels)
+
+
 class CapsuleNet(nn.Module):
     """Base of the zoo's networks: feature stages, timm's feature and head interface, capsule outputs.
 
     A subclass sets, in its ``__init__``: ``stages`` (an ``nn.Sequential`` with named children), ``feature_info``
     (at least three :func:`feature_levels`), ``num_features`` (channels of ``forward_features``), ``head_hidden_size``
     (width of ``forward_head(pre_logits=True)``) and, for a decoder, ``class_dim`` (dimension of a class capsule). Its
-    last call is :meth:`_make_head`. It implements ``_make_classifier``, ``_class_capsules`` (or ``forward_head``),
-    ``forward_capsules`` and ``coupling_map``.
+    last call is :meth:`_make_head`. It implements ``_make_classifier``, ``_class_capsules`` (or ``forward_head``)
+    and, if it has capsules, ``forward_capsules`` and ``coupling_map``.
 
     Args:
         num_classes: number of classes; 0 omits the class layer, and ``forward`` returns the pooled features.
@@ -147,6 +147,9 @@ class CapsuleNet(nn.Module):
     #: Kind of the scores if the metadata do not state it (see ``capszoo.scores``).
     score_kind = "logits"
 
+    #: What stands in place of the class layer in a network without classes.
+    no_classifier = nn.Identity
+
     #: True once :meth:`prune_intermediate_layers` has dropped the head.
     head_pruned = False
 
@@ -161,6 +164,9 @@ class CapsuleNet(nn.Module):
         class_dim: int
         decoder: Any
         pretrained_cfg: Dict[str, Any]
+        class_caps: Any
+        head: Any
+        fc: Any
 
     def __init__(
         self,
@@ -259,7 +265,7 @@ class CapsuleNet(nn.Module):
             NoCapsules: a network without capsules.
             RuntimeError: it was created with ``num_classes=0``.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no forward_capsules")
+        raise NoCapsules(f"{type(self).__name__} is a network without capsules: use forward")
 
     def coupling_map(self, x: Tensor) -> Tensor:
         """Images to ``[b, n, h', w']``: share of each grid position in each class capsule; sums to 1.
@@ -268,7 +274,7 @@ class CapsuleNet(nn.Module):
             NoCapsules: a network without capsules.
             RuntimeError: it was created with ``num_classes=0``.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no coupling_map")
+        raise NoCapsules(f"{type(self).__name__} is a network without capsules: it routes nothing")
 
     def coupling_layouts(self) -> Tuple[CouplingLayout, ...]:
         """Layout of each of the couplings that :meth:`forward_capsules` returns; empty without routing."""
@@ -407,7 +413,7 @@ class CapsuleNet(nn.Module):
             set_own_facts(cfg, for_new_classes(own_facts(cfg)))
 
     def _make_classifier(self) -> nn.Module:
-        """A new class layer for ``num_classes``, or its replacement for 0 classes."""
+        """A new class layer for ``num_classes``, which is at least 1."""
         raise NotImplementedError(f"{type(self).__name__} has no _make_classifier")
 
     def _set_classifier(self, layer: nn.Module) -> None:
@@ -415,7 +421,8 @@ class CapsuleNet(nn.Module):
 
     def _make_head(self) -> None:
         """Set a new class layer and, for a model with a decoder, a new decoder."""
-        self._set_classifier(self._like_parameters(self._make_classifier()))
+        layer = self._make_classifier() if self.num_classes else self.no_classifier()
+        self._set_classifier(self._like_parameters(layer))
         for name in self.readout:
             path, _, leaf = name.rpartition(".")
             owner: Any = self.get_submodule(path)
@@ -539,3 +546,48 @@ class CapsuleNet(nn.Module):
         """Drop what follows the stages for good; networks with more there than a class layer add it."""
         self.reset_classifier(0, "")
         self.head_pruned = True
+
+
+class LengthCapsNet(CapsuleNet):
+    """Base of the networks whose scores are the lengths of class capsules, which a layer ``class_caps`` routes.
+
+    A subclass sets ``caps_dim`` and ``head_drop``, or implements ``_children``; ``_routed_children`` if it has further
+    routing layers.
+    """
+
+    score_kind = "lengths"
+    map_quantity = "coupling × vote length"
+
+    if TYPE_CHECKING:  # not at run time: TorchScript would read annotations of the class
+        caps_dim: int
+        head_drop: Any
+
+    def _children(self, x: Tensor) -> Tensor:
+        """Feature map to the class layer's children: ``[b, types * d, h, w]`` to ``[b, h * w * types, d]``."""
+        return self.head_drop(capsules_from_map(x, self.caps_dim))
+
+    def _routed_children(self, x: Tensor) -> Tuple[Tensor, Tuple[Tensor, ...]]:
+        """Images to the class layer's children, and the couplings of the routing layers below it."""
+        return self._children(self.forward_features(x)), ()
+
+    def _lengths(self, poses: Tensor) -> Tensor:
+        return capsule_lengths(poses)
+
+    def _class_capsules(self, x: Tensor) -> Tuple[Tensor, Tensor]:
+        poses = self.class_caps(self._children(x))
+        return self._lengths(poses), poses
+
+    @torch.jit.ignore
+    def forward_capsules(self, x: Tensor) -> CapsuleOutput:
+        """Images to lengths ``[b, n]``, class capsules ``[b, n, e]`` and the couplings of each routing layer."""
+        self._require_classes()
+        children, below = self._routed_children(x)
+        poses, couplings = self.class_caps.route(children)
+        lengths = self._lengths(poses)
+        return CapsuleOutput(lengths, poses, lengths, (*below, couplings))
+
+    @torch.jit.ignore
+    def class_votes(self, x: Tensor) -> Votes:
+        self._require_classes()
+        children = self._children(self.forward_features(x))
+        return Votes(self.class_caps.votes(children), self.class_caps(children), True)

@@ -13,17 +13,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = [
-    "BasicBlock",
-    "ConvBnAct",
-    "Decoder",
-    "SharedDecoder",
-    "check_caps_dim",
-    "cifar_resnet_stages",
-    "idpa_backbone_stages",
-    "init_conv_weights",
-    "score_parts",
-]
+from capszoo.layers._modules import at_least
 
 
 def check_caps_dim(caps_dim: int, chans: int) -> None:
@@ -143,6 +133,27 @@ def idpa_backbone_stages(in_chans: int, out_chans: int = 128) -> "OrderedDict[st
         layer1=_residual_stage(64, 64, 3, 1, "projection"),
         layer2=_residual_stage(64, out_chans, 4, 2, "projection"),
     )
+
+
+def six_layer_stages(
+    in_chans: int, widths: Tuple[int, ...], caps_types: int, mid_caps: int
+) -> "OrderedDict[str, nn.Module]":
+    """Four 3x3 convolutions, a quarter of the rows and columns (Li et al. 2018, appendix A.i): ``conv1`` to ``conv4``.
+
+    Raises:
+        ValueError: other than four widths, or the last one or ``mid_caps`` is no multiple of ``caps_types``.
+    """
+    if len(widths) != 4:
+        raise ValueError(f"widths must be four numbers of channels, not {widths}")
+    at_least(1, caps_types=caps_types)
+    if widths[-1] % caps_types or mid_caps % caps_types or mid_caps < caps_types:
+        raise ValueError(
+            f"the last of widths ({widths[-1]}) and mid_caps ({mid_caps}) must be multiples of "
+            f"caps_types ({caps_types})"
+        )
+    layers = zip((in_chans, *widths[:3]), widths, (1, 1, 2, 2), strict=True)
+    convolutions = [ConvBnAct(chans, width, stride=stride, bias=True) for chans, width, stride in layers]
+    return OrderedDict((f"conv{i + 1}", layer) for i, layer in enumerate(convolutions))
 
 
 def init_conv_weights(module: nn.Module) -> None:

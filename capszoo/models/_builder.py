@@ -42,22 +42,6 @@ from .._pretrained.files import download_weights, hub_config, load_safetensors, 
 from ._adapt import adapt_state_dict
 from ._base import to_2tuple
 
-__all__ = [
-    "CIFAR10",
-    "MNIST",
-    "MODULES",
-    "NO_SOURCE",
-    "UnknownArgument",
-    "build_capsule_model",
-    "create_described",
-    "create_registered",
-    "create_saved",
-    "is_registered",
-    "model_cfg",
-    "untrusted_config",
-    "zoo_cfgs",
-]
-
 #: Model files of the zoo, by their names in timm's registry.
 MODULES = (
     "caps_head",

@@ -22,18 +22,8 @@ from torch import nn
 from .._pretrained.catalogue import check_name, checkpoints, shell_pattern
 from .._pretrained.facts import model_input_size
 from .._pretrained.info import WeightsInfo
-from ..errors import UnknownArgument, UnknownModel, unknown_name
+from ..errors import UnknownModel, unknown_name
 from ._builder import MODULES, create_registered, create_saved, plain
-
-__all__ = [
-    "ModelInfo",
-    "UnknownArgument",
-    "UnknownModel",
-    "create_model",
-    "list_models",
-    "list_pretrained",
-    "model_info",
-]
 
 
 def list_models(

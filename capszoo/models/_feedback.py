@@ -31,8 +31,6 @@ from capszoo.layers._modules import non_negative
 from capszoo.layers.sinkhorn import SinkhornUnit
 from capszoo.models._inspect import evaluating
 
-__all__ = ["FeedbackAgreement", "encapnet_feedback"]
-
 
 class _Silent:
     """Replaces a hook in a copy of the model; does nothing."""

@@ -9,16 +9,6 @@ from typing import List
 
 from torch import nn
 
-__all__ = [
-    "evaluating",
-    "iteration_attributes",
-    "routing_iterations",
-    "ITERATION_ATTRIBUTES",
-    "frozen_modules",
-    "freeze_batch_statistics",
-]
-
-
 #: Modules that calls keep in eval mode, by their ids: the number of these calls, and the mode before the first.
 _IN_USE: dict[int, tuple[int, bool]] = {}
 _LOCK = threading.Lock()

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["PAPERS", "PaperFigure"]
-
 
 class PaperFigure(NamedTuple):
     """One result of a paper.

@@ -17,8 +17,6 @@ from torch import Tensor, nn
 
 from capszoo.layers.routing_pool import RoutingPool2d
 
-__all__ = ["ChannelsLastRoutingPool2d", "replace_global_pool"]
-
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
 _AVERAGE = ("avg", "fast", "fastavg")

@@ -13,7 +13,7 @@ with any routing of :data:`capszoo.models._heads.HEADS`; :func:`attach_head` cre
 
 from collections import OrderedDict
 from functools import partial
-from typing import TYPE_CHECKING, Any, Callable, Collection, Dict, List, Optional, Set, Tuple, Union
+from typing import Any, Callable, Collection, Dict, List, Optional, Set, Tuple, Union
 
 import torch
 import torch.nn as nn
@@ -61,9 +61,6 @@ class HeadNet(CapsuleNet):
     """
 
     classifier_name = "head.classes"
-
-    if TYPE_CHECKING:  # not at run time: TorchScript would read annotations of the class
-        head: Any
 
     def _attach(self, chans: int, grid: Tuple[int, int], routing: str, options: Dict[str, Any]) -> None:
         self.num_features = chans
@@ -236,12 +233,11 @@ class RoutedResNet(_HeadResNet):
             raise ValueError(f"the {routing} head has one capsule layer: depth must be 1, not {depth}")
         super().__init__(num_classes, in_chans, img_size, global_pool, fixed_input_size=True)
         options: Dict[str, Any] = dict(caps_types=caps_types, caps_dim=caps_dim, drop_rate=drop_rate)
+        options["even_couplings"] = even_couplings
         if routing_iters is not None and routing != "self_attention":
             options["num_iters"] = routing_iters
         if deeper:
             options["depth"] = depth
-        if even_couplings:
-            options["even_couplings"] = True
         self._build(layers, routing, options)
 
 

@@ -17,10 +17,9 @@ form 32 types on a grid of ``mid_caps / 32`` positions. The public release compu
 the text are the default, because they give the stated size.
 """
 
-import math
 from collections import OrderedDict
 from functools import partial
-from typing import TYPE_CHECKING, Any, Dict, List, Tuple, Union
+from typing import Any, Dict, List, Tuple, Union
 
 import torch
 import torch.nn as nn
@@ -34,13 +33,12 @@ from capszoo.layers import (
     SharedDynamicRouting,
     Squash,
     capsule_lengths,
-    capsules_from_map,
 )
 from capszoo.layers._layout import out_size, split_axis
 from capszoo.layers._modules import at_least
 
-from ._base import CapsuleNet, CapsuleOutput, CouplingLayout, Votes, feature_levels
-from ._blocks import ConvBnAct, idpa_backbone_stages, init_conv_weights
+from ._base import CouplingLayout, LengthCapsNet, feature_levels, feature_levels_by_rows
+from ._blocks import idpa_backbone_stages, init_conv_weights, six_layer_stages
 from ._builder import build_capsule_model, model_cfg, zoo_cfgs
 
 __all__ = ["DynamicCapsNet", "SixLayerCapsNet"]
@@ -53,17 +51,7 @@ def _normalised(share: Tensor) -> Tensor:
     return share / share.sum(dim=(2, 3), keepdim=True)
 
 
-class DynamicCapsNetBase(CapsuleNet):
-    """Shared by both networks: class capsules by dynamic routing."""
-
-    score_kind = "lengths"
-    map_quantity = "coupling × vote length"
-
-    if TYPE_CHECKING:  # not at run time: TorchScript would read annotations of the class
-        class_caps: Any
-
-
-class DynamicCapsNet(DynamicCapsNetBase):
+class DynamicCapsNet(LengthCapsNet):
     """Convolutional features, primary capsules, fully connected dynamic routing to one capsule per class.
 
     Couplings of :meth:`forward_capsules`: with ``conv_caps``, ``[b, h', w', j, k*l*i]`` of the convolutional capsule
@@ -162,16 +150,11 @@ class DynamicCapsNet(DynamicCapsNetBase):
             raise ValueError(f"img_size={self.img_size} is too small for this network's convolutions")
         self.grid = (h, w)
         self.stages = nn.Sequential(stages)
-        # unpadded convolutions shrink the map too: the reduction is the largest power of two within the size ratio
-        self.feature_info = feature_levels(
-            (name, chs, 2 ** int(math.log2(self.img_size[0] / size))) for name, chs, size in levels
-        )
+        self.feature_info = feature_levels_by_rows(self.img_size[0], levels)
         self.head_drop = nn.Dropout(drop_rate)
         self._make_head()
 
     def _make_classifier(self) -> nn.Module:
-        if self.num_classes == 0:
-            return nn.Identity()
         return DynamicRouting(
             self.grid[0] * self.grid[1] * self.caps_types,
             self.caps_dim,
@@ -182,17 +165,8 @@ class DynamicCapsNet(DynamicCapsNetBase):
             self.routing_init,
         )
 
-    def _children(self, x: Tensor) -> Tensor:
-        """``[b, types * d, h, w]`` to ``[b, h * w * types, d]``."""
-        return self.head_drop(capsules_from_map(x, self.caps_dim))
-
-    def _class_capsules(self, x: Tensor) -> Tuple[Tensor, Tensor]:
-        poses = self.class_caps(self._children(x))
-        return capsule_lengths(poses), poses
-
-    def forward_capsules(self, x: Tensor) -> CapsuleOutput:
-        """Images to lengths ``[b, n]``, class capsules ``[b, n, e]`` and the couplings of each routing layer."""
-        self._require_classes()
+    @torch.jit.ignore
+    def _routed_children(self, x: Tensor) -> Tuple[Tensor, Tuple[Tensor, ...]]:
         couplings: Tuple[Tensor, ...] = ()
         torch._assert(tuple(x.shape[-2:]) == self.img_size, self._size_message)
         for stage in self.stages:
@@ -201,9 +175,7 @@ class DynamicCapsNet(DynamicCapsNetBase):
                 couplings += (coupling,)
             else:
                 x = stage(x)
-        poses, coupling = self.class_caps.route(self._children(x))
-        lengths = capsule_lengths(poses)
-        return CapsuleOutput(lengths, poses, lengths, (*couplings, coupling))
+        return self._children(x), couplings
 
     def coupling_map(self, x: Tensor) -> Tensor:
         """Images to ``[b, n, h', w']``: share of each grid position in each class capsule, summing to 1.
@@ -223,13 +195,8 @@ class DynamicCapsNet(DynamicCapsNetBase):
             CouplingLayout(1, self.softmax_over),
         )
 
-    def class_votes(self, x: Tensor) -> Votes:
-        self._require_classes()
-        children = self._children(self.forward_features(x))
-        return Votes(self.class_caps.votes(children), self.class_caps(children), True)
 
-
-class SixLayerCapsNet(DynamicCapsNetBase):
+class SixLayerCapsNet(LengthCapsNet):
     """Four convolutions, and two capsule layers whose transforms are shared over the grid: ``capsnet6_dynamic``.
 
     Couplings of :meth:`forward_capsules`: ``[b, mid_caps, types * h * w]`` and ``[b, n, mid_caps]``.
@@ -274,26 +241,14 @@ class SixLayerCapsNet(DynamicCapsNetBase):
     ) -> None:
         fixed = routing_init != "zero"
         super().__init__(num_classes, in_chans, img_size, global_pool, fixed, decoder)
-        if len(widths) != 4:
-            raise ValueError(f"widths must be four numbers of channels, not {widths}")
-        at_least(1, caps_types=caps_types)
-        if widths[-1] % caps_types or mid_caps % caps_types or mid_caps < caps_types:
-            raise ValueError(
-                f"the last of widths ({widths[-1]}) and mid_caps ({mid_caps}) must be multiples of "
-                f"caps_types ({caps_types})"
-            )
+        stages = six_layer_stages(in_chans, widths, caps_types, mid_caps)
         self.caps_types, self.mid_dim, self.class_dim = caps_types, mid_dim, class_dim
         self.routing_iters, self.softmax_over, self.routing_init = routing_iters, softmax_over, routing_init
         self.mid_positions = mid_caps // caps_types
         self.num_features = widths[-1]
         self.head_hidden_size = caps_types * mid_dim
 
-        chans, strides = (in_chans, *widths), (1, 1, 2, 2)
-        stages: "OrderedDict[str, nn.Module]" = OrderedDict()
-        h, w = self.img_size
-        for i, stride in enumerate(strides):
-            stages[f"conv{i + 1}"] = ConvBnAct(chans[i], chans[i + 1], stride=stride, bias=True)
-            h, w = (h - 1) // stride + 1, (w - 1) // stride + 1
+        h, w = (-(-size // 4) for size in self.img_size)
         self.feature_info = feature_levels(zip(stages, widths, (1, 1, 2, 4), strict=True))
         self.stages = nn.Sequential(stages)
         init_conv_weights(self.stages)
@@ -311,8 +266,6 @@ class SixLayerCapsNet(DynamicCapsNetBase):
         self._make_head()
 
     def _make_classifier(self) -> nn.Module:
-        if self.num_classes == 0:
-            return nn.Identity()
         return SharedDynamicRouting(
             self.caps_types,
             self.mid_dim,
@@ -336,27 +289,17 @@ class SixLayerCapsNet(DynamicCapsNetBase):
         """``[b, g * d, h, w]`` to the mid capsules' mean, ``[b, g * e]``."""
         return self._mid(x).mean(dim=3).flatten(1)
 
-    def _class_capsules(self, x: Tensor) -> Tuple[Tensor, Tensor]:
-        poses = self.class_caps(self.head_drop(self._mid(x)))
-        return capsule_lengths(poses), poses
+    def _children(self, x: Tensor) -> Tensor:
+        return self.head_drop(self._mid(x))
 
     def _mid(self, x: Tensor) -> Tensor:
         """``[b, g * d, h, w]`` to the class layer's children, ``[b, g, e, p]``."""
         return self._mid_children(self.mid_caps(self._grid_children(x)))
 
-    def _route(self, x: Tensor) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Feature map to class capsules, both layers' couplings, and the class layer's children."""
-        mid, mid_couplings = self.mid_caps.route(self._grid_children(x))
-        children = self.head_drop(self._mid_children(mid))
-        poses, class_couplings = self.class_caps.route(children)
-        return poses, mid_couplings, class_couplings, children
-
-    def forward_capsules(self, x: Tensor) -> CapsuleOutput:
-        """Images to lengths ``[b, n]``, class capsules ``[b, n, e]`` and the couplings of both layers."""
-        self._require_classes()
-        poses, mid_couplings, class_couplings, _ = self._route(self.forward_features(x))
-        lengths = capsule_lengths(poses)
-        return CapsuleOutput(lengths, poses, lengths, (mid_couplings, class_couplings))
+    @torch.jit.ignore
+    def _routed_children(self, x: Tensor) -> Tuple[Tensor, Tuple[Tensor, ...]]:
+        mid, couplings = self.mid_caps.route(self._grid_children(self.forward_features(x)))
+        return self.head_drop(self._mid_children(mid)), (couplings,)
 
     def coupling_map(self, x: Tensor) -> Tensor:
         """Images to ``[b, n, h', w']``: share of each grid position in each class capsule, summing to 1.
@@ -365,21 +308,16 @@ class SixLayerCapsNet(DynamicCapsNetBase):
         to 1 over its children) distribute it over the grid, and the shares are summed over the capsule types.
         """
         self._require_classes()
-        features = self.forward_features(x)
-        _, mid_couplings, class_couplings, children = self._route(features)
+        children, (mid_couplings,) = self._routed_children(x)
+        class_couplings = self.class_caps.route(children)[1]
         lengths = capsule_lengths(children, dim=2).flatten(1).unsqueeze(1)  # [b, 1, mid]
         down = mid_couplings / mid_couplings.sum(dim=2, keepdim=True)  # [b, mid, g*p]
         share = torch.bmm(class_couplings * lengths, down)  # [b, n, g*p]
-        share = share.unflatten(2, (self.caps_types, features.shape[2], features.shape[3])).sum(dim=2)
-        return _normalised(share)
+        grid = [-(-size // 4) for size in x.shape[2:]]
+        return _normalised(share.unflatten(2, (self.caps_types, *grid)).sum(dim=2))
 
     def coupling_layouts(self) -> Tuple[CouplingLayout, ...]:
         return (CouplingLayout(1, self.softmax_over),) * 2
-
-    def class_votes(self, x: Tensor) -> Votes:
-        self._require_classes()
-        poses, _, _, children = self._route(self.forward_features(x))
-        return Votes(self.class_caps.votes(children), poses, True)
 
     def _drop_head(self) -> None:
         super()._drop_head()

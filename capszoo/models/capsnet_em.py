@@ -23,10 +23,9 @@ Scores are the logits of the class activations: they keep their order where half
 and can be used directly in cross-entropy. ``scores="activations"`` returns the input of the spread loss.
 """
 
-import math
 from collections import OrderedDict
 from functools import partial
-from typing import TYPE_CHECKING, Any, Dict, List, Optional, Tuple, Union
+from typing import Any, Dict, List, Optional, Tuple, Union
 
 import torch
 import torch.nn as nn
@@ -38,8 +37,15 @@ from capszoo.layers._layout import out_size, split_axis
 from capszoo.layers._modules import at_least
 from capszoo.layers._precision import finite_cast
 
-from ._base import CapsuleNet, CapsuleOutput, CouplingLayout, Votes, feature_levels
-from ._blocks import ConvBnAct, idpa_backbone_stages, init_conv_weights
+from ._base import (
+    CapsuleNet,
+    CapsuleOutput,
+    CouplingLayout,
+    Votes,
+    feature_levels,
+    feature_levels_by_rows,
+)
+from ._blocks import ConvBnAct, idpa_backbone_stages, init_conv_weights, six_layer_stages
 from ._builder import build_capsule_model, model_cfg, zoo_cfgs
 
 __all__ = ["EMCapsNet", "SixLayerEMCapsNet"]
@@ -90,9 +96,7 @@ class EMNetBase(CapsuleNet):
     """Shared by both networks: class capsules by EM routing, and the scores computed from their activations."""
 
     map_quantity = "coupling × activation"
-
-    if TYPE_CHECKING:  # not at run time: TorchScript would read annotations of the class
-        class_caps: Any
+    no_classifier = NoClassCaps
 
     def __init__(
         self,
@@ -234,10 +238,7 @@ class EMCapsNet(EMNetBase):
             levels.append((f"caps{i}", caps[i] * per_caps, h))
         self.grid = (h, w)
         self.stages = nn.Sequential(stages)
-        # unpadded windows shrink the map too: the reduction is the largest power of two within the size ratio
-        self.feature_info = feature_levels(
-            (name, chs, 2 ** int(math.log2(self.img_size[0] / size))) for name, chs, size in levels
-        )
+        self.feature_info = feature_levels_by_rows(self.img_size[0], levels)
         self.drop_rate = drop_rate
         self.head_drop = nn.Dropout(drop_rate)
         self._make_head()
@@ -248,8 +249,6 @@ class EMCapsNet(EMNetBase):
         return dict(self._routing, lam_start=start, lam_step=step)
 
     def _make_classifier(self) -> nn.Module:
-        if self.num_classes == 0:
-            return NoClassCaps()
         _check_normalised(self.num_classes, self._routing)
         children = self.grid[0] * self.grid[1] * self.caps[-1]
         settings = self._settings(children, self.num_classes)
@@ -345,13 +344,7 @@ class SixLayerEMCapsNet(EMNetBase):
         drop_rate: float = 0.0,
     ) -> None:
         super().__init__(num_classes, in_chans, img_size, global_pool, decoder, scores)
-        if len(widths) != 4:
-            raise ValueError(f"widths must be four numbers of channels, not {widths}")
-        if widths[-1] % caps_types or mid_caps % caps_types or mid_caps < caps_types:
-            raise ValueError(
-                f"the last of widths ({widths[-1]}) and mid_caps ({mid_caps}) must be multiples of "
-                f"caps_types ({caps_types})"
-            )
+        stages = six_layer_stages(in_chans, widths, caps_types, mid_caps)
         self.caps_types, self.in_dim = caps_types, widths[-1] // caps_types
         self.mid_dim, self.class_dim = mid_dim, class_dim
         self._routing: Dict[str, Any] = dict(
@@ -365,10 +358,6 @@ class SixLayerEMCapsNet(EMNetBase):
         self.num_features = widths[-1] + caps_types
         self.head_hidden_size = caps_types * (mid_dim + 1)
 
-        chans, strides = (in_chans, *widths), (1, 1, 2, 2)
-        stages: "OrderedDict[str, nn.Module]" = OrderedDict()
-        for i, stride in enumerate(strides):
-            stages[f"conv{i + 1}"] = ConvBnAct(chans[i], chans[i + 1], stride=stride, bias=True)
         stages["primary"] = AppendActivations(widths[-1], caps_types)
         self.feature_info = feature_levels(
             zip(stages, (*widths, self.num_features), (1, 1, 2, 4, 4), strict=True)
@@ -380,8 +369,6 @@ class SixLayerEMCapsNet(EMNetBase):
         self._make_head()
 
     def _make_classifier(self) -> nn.Module:
-        if self.num_classes == 0:
-            return NoClassCaps()
         _check_normalised(self.num_classes, self._routing)
         return SharedEM(self.caps_types, self.mid_dim, self.num_classes, self.class_dim, **self._routing)
 

@@ -21,8 +21,7 @@ import torch.nn as nn
 from timm.models import register_model
 from torch import Tensor
 
-from ..errors import NoCapsules
-from ._base import CapsuleNet, CapsuleOutput, feature_levels
+from ._base import CapsuleNet, feature_levels
 from ._blocks import ConvBnAct, init_conv_weights
 from ._builder import MNIST, build_capsule_model, model_cfg, zoo_cfgs
 
@@ -89,7 +88,7 @@ class ConvNet(CapsuleNet):
         self.pooler: nn.Module = nn.Identity()
         self.neck: nn.Module = nn.Identity()
         self.head_drop: nn.Module = nn.Identity()
-        self.fc: nn.Module = nn.Identity()
+        self.fc: nn.Module = nn.Identity()  # here: optimizers and files know the parameters by their order
 
     def _finish(
         self, stages: "OrderedDict[str, nn.Module]", chans: Tuple[int, ...], reductions: Tuple[int, ...]
@@ -101,7 +100,7 @@ class ConvNet(CapsuleNet):
         self._make_head()
 
     def _make_classifier(self) -> nn.Module:
-        return nn.Linear(self.head_hidden_size, self.num_classes) if self.num_classes else nn.Identity()
+        return nn.Linear(self.head_hidden_size, self.num_classes)
 
     def _set_pool(self, kind: Optional[str]) -> None:
         """Enable or disable the network's pooling, which a classifier enables again; None keeps it."""
@@ -132,14 +131,6 @@ class ConvNet(CapsuleNet):
     def _drop_head(self) -> None:
         super()._drop_head()
         self.neck = nn.Identity()
-
-    @torch.jit.ignore
-    def forward_capsules(self, x: Tensor) -> CapsuleOutput:
-        raise NoCapsules("this is a plain convolutional network: it has no capsules")
-
-    @torch.jit.ignore
-    def coupling_map(self, x: Tensor) -> Tensor:
-        raise NoCapsules("this is a plain convolutional network: it has no capsules to route from")
 
 
 class SabourCNN(ConvNet):

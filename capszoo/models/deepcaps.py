@@ -26,7 +26,7 @@ What differs from the release:
 import math
 from collections import OrderedDict
 from functools import partial
-from typing import TYPE_CHECKING, Any, Tuple, Union
+from typing import Any, Tuple, Union
 
 import torch
 import torch.nn as nn
@@ -43,7 +43,7 @@ from capszoo.layers import (
 )
 from capszoo.layers._modules import at_least
 
-from ._base import CapsuleNet, CapsuleOutput, CouplingLayout, Votes, feature_levels
+from ._base import CouplingLayout, LengthCapsNet, feature_levels
 from ._builder import build_capsule_model, model_cfg, zoo_cfgs
 
 __all__ = ["DeepCapsNet"]
@@ -105,7 +105,7 @@ class CapsuleBlock(nn.Module):
         return self.conv2(self.conv1(x)) + skip, couplings
 
 
-class DeepCapsNet(CapsuleNet):
+class DeepCapsNet(LengthCapsNet):
     """A stem, three blocks of capsule convolutions; in the head a block with a routed skip, and the class capsules.
 
     Couplings of :meth:`forward_capsules`: ``[b, j * h * w, i]`` of the routed skip, which sum to 1 over all types and
@@ -128,12 +128,7 @@ class DeepCapsNet(CapsuleNet):
         ValueError: an argument is out of range.
     """
 
-    score_kind = "lengths"
-    map_quantity = "coupling × vote length"
     own_decoder = "shared"
-
-    if TYPE_CHECKING:  # not at run time: TorchScript would read annotations of the class
-        class_caps: Any
 
     def __init__(
         self,
@@ -173,8 +168,6 @@ class DeepCapsNet(CapsuleNet):
         self._make_head()
 
     def _make_classifier(self) -> nn.Module:
-        if self.num_classes == 0:
-            return nn.Identity()
         children = self.positions * self.caps_types
         return DynamicRouting(children, self.caps_dim, self.num_classes, self.class_dim, self.routing_iters)
 
@@ -182,23 +175,19 @@ class DeepCapsNet(CapsuleNet):
         """Mean of the fourth block's map over its grid."""
         return self.block4(x).mean(dim=(2, 3))
 
-    def _children(self, last: Tensor, x: Tensor) -> Tensor:
+    def _children(self, x: Tensor) -> Tensor:
+        return self._joined(self.block4(x), x)
+
+    def _joined(self, last: Tensor, x: Tensor) -> Tensor:
         """Maps of the fourth and the third block to ``[b, i, d]``."""
         children = [capsules_from_map(last, self.caps_dim), capsules_from_map(x, self.caps_dim)]
         return self.head_drop(torch.cat(children, dim=1))
 
-    def _class_capsules(self, x: Tensor) -> Tuple[Tensor, Tensor]:
-        poses = self.class_caps(self._children(self.block4(x), x))
-        return capsule_lengths(poses), poses
-
-    def forward_capsules(self, x: Tensor) -> CapsuleOutput:
-        """Images to lengths ``[b, n]``, class capsules ``[b, n, e]`` and the couplings of both routings."""
-        self._require_classes()
+    @torch.jit.ignore
+    def _routed_children(self, x: Tensor) -> Tuple[Tensor, Tuple[Tensor, ...]]:
         x = self.forward_features(x)
-        last, skip_couplings = self.block4.route(x)
-        poses, couplings = self.class_caps.route(self._children(last, x))
-        lengths = capsule_lengths(poses)
-        return CapsuleOutput(lengths, poses, lengths, (skip_couplings, couplings))
+        last, couplings = self.block4.route(x)
+        return self._joined(last, x), (couplings,)
 
     @torch.jit.ignore
     def coupling_map(self, x: Tensor) -> Tensor:
@@ -210,7 +199,7 @@ class DeepCapsNet(CapsuleNet):
         self._require_classes()
         x = self.forward_features(x)
         last = self.block4(x)
-        children = self._children(last, x)
+        children = self._joined(last, x)
         share = self.class_caps.route(children)[1] * capsule_lengths(self.class_caps.votes(children))
         split = last.shape[2] * last.shape[3] * self.caps_types
         coarse = share[:, :, :split].unflatten(2, (*last.shape[2:], -1)).sum(dim=4)
@@ -222,12 +211,6 @@ class DeepCapsNet(CapsuleNet):
 
     def coupling_layouts(self) -> Tuple[CouplingLayout, ...]:
         return (CouplingLayout(1, "parents"),) * 2
-
-    def class_votes(self, x: Tensor) -> Votes:
-        self._require_classes()
-        x = self.forward_features(x)
-        children = self._children(self.block4(x), x)
-        return Votes(self.class_caps.votes(children), self.class_caps(children), True)
 
     def _drop_head(self) -> None:
         super()._drop_head()

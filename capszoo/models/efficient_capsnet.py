@@ -18,10 +18,9 @@ depthwise kernel covers the whole map unless ``primary_kernel`` is given, so tha
 capsules.
 """
 
-import math
 from collections import OrderedDict
 from functools import partial
-from typing import TYPE_CHECKING, Any, List, Optional, Tuple, Union
+from typing import Any, List, Optional, Tuple, Union
 
 import torch
 import torch.nn as nn
@@ -29,11 +28,11 @@ import torch.nn.functional as F
 from timm.models import register_model
 from torch import Tensor
 
-from capszoo.layers import SelfAttentionRouting, Squash, capsule_lengths, capsules_from_map, upcast_half
+from capszoo.layers import SelfAttentionRouting, Squash, capsule_lengths, upcast_half
 from capszoo.layers._forward_methods import ForwardMethods, forward_method
 from capszoo.layers._modules import at_least
 
-from ._base import CapsuleNet, CapsuleOutput, CouplingLayout, Votes, feature_levels
+from ._base import CouplingLayout, LengthCapsNet, feature_levels_by_rows
 from ._builder import build_capsule_model, model_cfg, zoo_cfgs
 
 __all__ = ["EfficientCapsNet"]
@@ -99,7 +98,7 @@ class PrimaryConv(ForwardMethods, nn.Conv2d):
         return (down.unflatten(0, (batch, classes)) * terms.unsqueeze(1)).sum(2)
 
 
-class EfficientCapsNet(CapsuleNet):
+class EfficientCapsNet(LengthCapsNet):
     """Four convolutions, a depthwise convolution to primary capsules, self-attention routing to class capsules.
 
     Couplings of :meth:`forward_capsules`: ``[b, n, i]``, children ordered (row, column, type); there is one row and one
@@ -120,12 +119,6 @@ class EfficientCapsNet(CapsuleNet):
     Raises:
         ValueError: an invalid argument; the message names it.
     """
-
-    score_kind = "lengths"
-    map_quantity = "coupling × vote length"
-
-    if TYPE_CHECKING:  # not at run time: TorchScript would read annotations of the class
-        class_caps: Any
 
     def __init__(
         self,
@@ -174,33 +167,13 @@ class EfficientCapsNet(CapsuleNet):
         levels += [("primary", chans, h), ("squash", chans, h)]
         self.grid = (h, w)
         self.stages = nn.Sequential(stages)
-        # unpadded convolutions shrink the map too: the reduction is the largest power of two within the size ratio
-        self.feature_info = feature_levels(
-            (name, width, 2 ** int(math.log2(self.img_size[0] / size))) for name, width, size in levels
-        )
+        self.feature_info = feature_levels_by_rows(self.img_size[0], levels)
         self.head_drop = nn.Dropout(drop_rate)
         self._make_head()
 
     def _make_classifier(self) -> nn.Module:
-        if self.num_classes == 0:
-            return nn.Identity()
         children = self.grid[0] * self.grid[1] * self.caps_types
         return SelfAttentionRouting(children, self.caps_dim, self.num_classes, self.class_dim)
-
-    def _children(self, x: Tensor) -> Tensor:
-        """``[b, types * d, h, w]`` to ``[b, h * w * types, d]``."""
-        return self.head_drop(capsules_from_map(x, self.caps_dim))
-
-    def _class_capsules(self, x: Tensor) -> Tuple[Tensor, Tensor]:
-        poses = self.class_caps(self._children(x))
-        return capsule_lengths(poses), poses
-
-    def forward_capsules(self, x: Tensor) -> CapsuleOutput:
-        """Images to lengths ``[b, n]``, class capsules ``[b, n, e]`` and the couplings ``[b, n, i]``."""
-        self._require_classes()
-        poses, couplings = self.class_caps.route(self._children(self.forward_features(x)))
-        lengths = capsule_lengths(poses)
-        return CapsuleOutput(lengths, poses, lengths, (couplings,))
 
     @torch.jit.ignore
     def coupling_map(self, x: Tensor) -> Tensor:
@@ -238,12 +211,6 @@ class EfficientCapsNet(CapsuleNet):
     @torch.jit.ignore
     def coupling_layouts(self) -> Tuple[CouplingLayout, ...]:
         return (CouplingLayout(1, "parents"),)
-
-    @torch.jit.ignore
-    def class_votes(self, x: Tensor) -> Votes:
-        self._require_classes()
-        children = self._children(self.forward_features(x))
-        return Votes(self.class_caps.votes(children), self.class_caps(children), True)
 
 
 _cfg = partial(

@@ -14,7 +14,7 @@ two modules. The stem has PyTorch's initial values (in the release Xavier's, wit
 
 from collections import OrderedDict
 from functools import partial
-from typing import TYPE_CHECKING, Any, Dict, List, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
 
 import torch
 import torch.nn as nn
@@ -26,7 +26,6 @@ from capszoo.layers._modules import at_least
 from capszoo.layers.capconv import CapFC, EncapModule
 from capszoo.layers.squash import capsule_lengths
 
-from ..errors import NoCapsules
 from ._base import CapsuleNet, CapsuleOutput, Votes, feature_levels
 from ._blocks import BasicBlock, ConvBnAct, init_conv_weights
 from ._builder import build_capsule_model, model_cfg, zoo_cfgs
@@ -104,9 +103,6 @@ class EncapNet(CapsuleNet):
     """
 
     classifier_name = "head"
-
-    if TYPE_CHECKING:  # not at run time: TorchScript would read annotations of the class
-        head: Any
 
     score_kind = "lengths"
     map_quantity = "vote component"
@@ -193,8 +189,6 @@ class EncapNet(CapsuleNet):
         self._make_head()
 
     def _make_classifier(self) -> nn.Module:
-        if self.num_classes == 0:
-            return nn.Identity()
         return CapFC(self.num_classes, self.class_dim, self.groups, self.grid)
 
     def _class_capsules(self, x: Tensor) -> Tuple[Tensor, Tensor]:
@@ -271,9 +265,6 @@ class EncapResNet(CapsuleNet):
 
     classifier_name = "head"
 
-    if TYPE_CHECKING:  # not at run time: TorchScript would read annotations of the class
-        head: Any
-
     def __init__(
         self,
         num_classes: int = 10,
@@ -311,7 +302,7 @@ class EncapResNet(CapsuleNet):
         self._make_head()
 
     def _make_classifier(self) -> nn.Module:
-        return nn.Linear(self.num_features, self.num_classes) if self.num_classes > 0 else nn.Identity()
+        return nn.Linear(self.num_features, self.num_classes)
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         """Features ``[b, c, h, w]`` to logits ``[b, n]``; ``pre_logits``: pooled features ``[b, c]``."""
@@ -321,12 +312,6 @@ class EncapResNet(CapsuleNet):
         if pre_logits:
             return x
         return self.head(self.head_drop(x))
-
-    def forward_capsules(self, x: Tensor) -> CapsuleOutput:
-        raise NoCapsules("resnet18_encap is a baseline without capsules: use forward")
-
-    def coupling_map(self, x: Tensor) -> Tensor:
-        raise NoCapsules("resnet18_encap is a baseline without capsules: it routes nothing")
 
     @torch.jit.ignore
     def feedback_pairs(self, units: int = 1) -> List[Tuple[str, str]]:

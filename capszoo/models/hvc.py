@@ -18,7 +18,7 @@ one joint map, each at its place in the image, so that the network has a body an
 
 from collections import OrderedDict
 from functools import partial
-from typing import TYPE_CHECKING, Any, List, Optional, Sequence, Set, Tuple, Union
+from typing import Any, List, Optional, Sequence, Set, Tuple, Union
 
 import torch
 import torch.nn as nn
@@ -198,9 +198,6 @@ class HVCapsNet(CapsuleNet):
 
     map_quantity = "vote component"
 
-    if TYPE_CHECKING:  # not at run time: TorchScript would read annotations of the class
-        class_caps: Any
-
     def __init__(
         self,
         num_classes: int = 10,
@@ -235,7 +232,7 @@ class HVCapsNet(CapsuleNet):
         self._make_head()
 
     def _make_classifier(self) -> nn.Module:
-        return HomogeneousCaps(self.places, self.num_classes) if self.num_classes else nn.Identity()
+        return HomogeneousCaps(self.places, self.num_classes)
 
     @torch.jit.ignore
     def no_weight_decay(self) -> Set[str]:

@@ -215,8 +215,6 @@ class IdpaNet(CapsuleNet):
         return (maps * scale).reshape(-1, *weight.shape[1:]).to(weight.dtype)
 
     def _make_classifier(self) -> nn.Module:
-        if self.num_classes == 0:
-            return nn.Identity()
         return FCIDPA(self._children, self.num_classes, self.pose_dim, **self._options)
 
     def _set_classifier(self, layer: nn.Module) -> None:

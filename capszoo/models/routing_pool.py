@@ -12,7 +12,7 @@ network has the size that the paper states, about 2.5M parameters with the decod
 
 from collections import OrderedDict
 from functools import partial
-from typing import TYPE_CHECKING, Any, Optional, Tuple, Union
+from typing import Any, Optional, Tuple, Union
 
 import torch
 import torch.nn as nn
@@ -23,7 +23,7 @@ from capszoo.layers import upcast_half
 from capszoo.layers.routing_pool import RoutingCaps, RoutingPool2d
 
 from ..errors import NoCapsules
-from ._base import CapsuleNet, CapsuleOutput, CouplingLayout, Votes, feature_levels
+from ._base import CapsuleNet, CapsuleOutput, CouplingLayout, LengthCapsNet, Votes, feature_levels
 from ._blocks import check_caps_dim, cifar_resnet_stages, init_conv_weights, score_parts
 from ._builder import MNIST, build_capsule_model, model_cfg, zoo_cfgs
 
@@ -32,11 +32,6 @@ __all__ = ["RoutingCapsResNet", "RoutingPoolCNN", "RoutingPoolNet", "RoutingPool
 _POOLS = ("routing", "avg", "max")
 
 torch.fx.wrap("upcast_half")
-
-
-def _lengths(poses: Tensor) -> Tensor:
-    """Capsule lengths ``[b, n]``, in float32 for half precision; the gradient is zero for a zero capsule."""
-    return torch.linalg.vector_norm(upcast_half(poses), dim=-1).to(poses.dtype)
 
 
 class ConvAct(nn.Module):
@@ -75,9 +70,6 @@ class RoutingPoolNet(CapsuleNet):
     scores, and as couplings one tensor ``[b, groups, h, w]`` with routing pooling, none otherwise.
 
     Args:
-        stages: feature stages, by name.
-        reductions: of each stage, in the same order.
-        stage_chans: channels of each stage, in the same order.
         num_classes: classes; 0 returns the pooled features.
         in_chans: channels of the images.
         img_size: height and width of the images in pixels; no weight depends on it.
@@ -95,14 +87,8 @@ class RoutingPoolNet(CapsuleNet):
 
     classifier_name = "fc"
 
-    if TYPE_CHECKING:  # not at run time: TorchScript would read annotations of the class
-        fc: Any
-
     def __init__(
         self,
-        stages: "OrderedDict[str, nn.Module]",
-        reductions: Tuple[int, ...],
-        stage_chans: Tuple[int, ...],
         num_classes: int,
         in_chans: int,
         img_size: Union[int, Tuple[int, int]],
@@ -117,19 +103,24 @@ class RoutingPoolNet(CapsuleNet):
             raise ValueError(f"pool must be one of {', '.join(map(repr, _POOLS))}, not {pool!r}")
         global_pool = pool if global_pool is None else global_pool
         super().__init__(num_classes, in_chans, img_size, global_pool, pools=_POOLS)
-        check_caps_dim(caps_dim, stage_chans[-1])
-        self.num_features = self.head_hidden_size = stage_chans[-1]
         self.default_pool = global_pool or pool
         self.lam, self.caps_dim, self.routing_iters = float(lam), caps_dim, routing_iters
-        self.stages = nn.Sequential(stages)
-        self.feature_info = feature_levels(zip(stages, stage_chans, reductions, strict=True))
-        init_conv_weights(self.stages)
         self.head_drop = nn.Dropout(drop_rate)
-        self._set_pool(global_pool)
+
+    def _build(
+        self, stages: "OrderedDict[str, nn.Module]", chans: Tuple[int, ...], reductions: Tuple[int, ...]
+    ) -> None:
+        """The feature stages, with their channels and reductions, and what follows them; last call of ``__init__``."""
+        check_caps_dim(self.caps_dim, chans[-1])
+        self.num_features = self.head_hidden_size = chans[-1]
+        self.stages = nn.Sequential(stages)
+        self.feature_info = feature_levels(zip(stages, chans, reductions, strict=True))
+        init_conv_weights(self.stages)
+        self._set_pool(self.global_pool)
         self._make_head()
 
     def _make_classifier(self) -> nn.Module:
-        return nn.Linear(self.num_features, self.num_classes) if self.num_classes else nn.Identity()
+        return nn.Linear(self.num_features, self.num_classes)
 
     def _set_pool(self, kind: Optional[str]) -> None:
         """Set the pooling; None keeps it. A classifier needs one: ``""`` then restores the default."""
@@ -225,19 +216,10 @@ class RoutingPoolCNN(RoutingPoolNet):
         drop_rate: float = 0.0,
     ) -> None:
         super().__init__(
-            OrderedDict((f"conv{i + 1}", ConvAct(width if i else in_chans, width)) for i in range(4)),
-            (1, 1, 1, 1),
-            (width,) * 4,
-            num_classes,
-            in_chans,
-            img_size,
-            pool,
-            lam,
-            caps_dim,
-            routing_iters,
-            global_pool,
-            drop_rate,
+            num_classes, in_chans, img_size, pool, lam, caps_dim, routing_iters, global_pool, drop_rate
         )
+        stages = OrderedDict((f"conv{i + 1}", ConvAct(width if i else in_chans, width)) for i in range(4))
+        self._build(stages, (width,) * 4, (1,) * 4)  # type: ignore[arg-type]
 
 
 class RoutingPoolResNet(RoutingPoolNet):
@@ -260,22 +242,12 @@ class RoutingPoolResNet(RoutingPoolNet):
         drop_rate: float = 0.0,
     ) -> None:
         super().__init__(
-            cifar_resnet_stages(in_chans, depth),
-            (1, 1, 2, 4),
-            (16, 16, 32, 64),
-            num_classes,
-            in_chans,
-            img_size,
-            pool,
-            lam,
-            caps_dim,
-            routing_iters,
-            global_pool,
-            drop_rate,
+            num_classes, in_chans, img_size, pool, lam, caps_dim, routing_iters, global_pool, drop_rate
         )
+        self._build(cifar_resnet_stages(in_chans, depth), (16, 16, 32, 64), (1, 1, 2, 4))
 
 
-class RoutingCapsResNet(CapsuleNet):
+class RoutingCapsResNet(LengthCapsNet):
     """CIFAR ResNet without pool and classifier, whose features route to class capsules (section 4.3).
 
     The channels at a grid position are capsules of dimension ``caps_dim``. Algorithm 1 routes them to one capsule per
@@ -297,10 +269,7 @@ class RoutingCapsResNet(CapsuleNet):
         drop_rate: dropout of single entries of the feature map that is routed, not of whole capsules.
     """
 
-    if TYPE_CHECKING:  # not at run time: TorchScript would read annotations of the class
-        class_caps: Any
-
-    score_kind = "lengths"
+    map_quantity = "coupling"
 
     def __init__(
         self,
@@ -329,41 +298,26 @@ class RoutingCapsResNet(CapsuleNet):
         self._make_head()
 
     def _make_classifier(self) -> nn.Module:
-        if self.num_classes == 0:
-            return nn.Identity()
         types = self.num_features // self.caps_dim
         return RoutingCaps(
             types, self.caps_dim, self.num_classes, self.class_dim, self.lam, self.routing_iters
         )
 
-    def _class_capsules(self, x: Tensor) -> Tuple[Tensor, Tensor]:
-        poses = self.class_caps(self.head_drop(x))  # [b, n, e]
-        return _lengths(poses), poses
+    def _children(self, x: Tensor) -> Tensor:
+        return self.head_drop(x)
 
-    def _route(self, x: Tensor) -> Tuple[Tensor, Tensor]:
-        self._require_classes()
-        return self.class_caps.route(self.head_drop(self.forward_features(x)))
-
-    @torch.jit.ignore
-    def forward_capsules(self, x: Tensor) -> CapsuleOutput:
-        poses, couplings = self._route(x)
-        scores = _lengths(poses)
-        return CapsuleOutput(scores, poses, scores, (couplings,))
+    def _lengths(self, poses: Tensor) -> Tensor:
+        """In float32 for half precision; the gradient is zero for a zero capsule."""
+        return torch.linalg.vector_norm(upcast_half(poses), dim=-1).to(poses.dtype)
 
     @torch.jit.ignore
     def coupling_map(self, x: Tensor) -> Tensor:
         """Couplings of each class, summed over the types at a position: ``[b, n, h', w']``."""
-        return self._route(x)[1].sum(2)
+        return self.forward_capsules(x).couplings[0].sum(2)
 
     @torch.jit.ignore
     def coupling_layouts(self) -> Tuple[CouplingLayout, ...]:
         return (CouplingLayout(1, "children"),)
-
-    @torch.jit.ignore
-    def class_votes(self, x: Tensor) -> Votes:
-        self._require_classes()
-        x = self.forward_features(x)
-        return Votes(self.class_caps.votes(x), self.class_caps(x), True)
 
 
 _cfg = partial(

@@ -100,48 +100,11 @@ def test_six_layers_equal_naive(softmax_over: str, routing_init: str) -> None:
     assert pre_logits.shape == (2, model.head_hidden_size) == (2, 8)
 
 
-def test_six_layers_take_any_size_and_table_5_arguments() -> None:
-    model = timm.create_model("capsnet6_dynamic", mid_caps=64).eval()
-    assert model(torch.randn(1, 3, 40, 28)).shape == (1, 10)
-    for init in ("zero", "random", "learned"):
-        for iters in (1, 2, 4):
-            model = timm.create_model("capsnet6_dynamic", mid_caps=64, routing_init=init, routing_iters=iters)
-            assert model.eval()(torch.randn(1, 3, 32, 32)).isfinite().all()
-    with pytest.raises(ValueError, match="mid_caps"):
-        timm.create_model("capsnet6_dynamic", mid_caps=100)
-
-
-@pytest.mark.parametrize(
-    ("name", "kwargs"),
-    [
-        ("capsnet_dynamic", {}),
-        ("capsnet_dynamic", {"routing_iters": 1, "img_size": (28, 32)}),
-        ("capsnet_dynamic_multimnist", {"stem_chans": 32, "caps_dim": 8}),
-        ("capsnet6_dynamic", {"mid_caps": 64}),
-        ("capsnet6_dynamic", {"mid_caps": 64, "softmax_over": "parents"}),
-    ],
-)
-def test_coupling_map(name: str, kwargs: dict[str, Any]) -> None:
-    model = timm.create_model(name, num_classes=4, **kwargs).eval()
-    images = torch.randn(2, model.in_chans, *model.img_size)
-    images[1] = 0
-    with torch.no_grad():
-        maps = model.coupling_map(images)
-        features = model.forward_features(images)
-    assert maps.shape == (2, 4, *features.shape[2:])
-    assert (maps >= 0).all()
-    torch.testing.assert_close(maps.sum(dim=(2, 3)), torch.ones(2, 4))
-
-
-def test_coupling_map_has_the_class_layer_s_couplings() -> None:
-    """Of its own iterations, not of the number that the network was created with."""
-    model = timm.create_model("capsnet_dynamic", num_classes=4, routing_iters=3).eval()
-    model.class_caps.num_iters = 1
-    x = torch.randn(2, 1, 28, 28)
-    with torch.no_grad():
-        votes, _, _ = model.class_votes(x)
-        share = votes.norm(dim=-1).unflatten(2, (6, 6, -1)).sum(4)  # one iteration couples evenly
-        torch.testing.assert_close(model.coupling_map(x), share / share.sum((2, 3), keepdim=True))
+@pytest.mark.parametrize("name", ["capsnet6_dynamic", "capsnet6_em"])
+@pytest.mark.parametrize("arguments", [{"mid_caps": 100}, {"caps_types": 0}, {"widths": (4, 8)}])
+def test_six_layers_refuse_what_does_not_fit(name: str, arguments: dict[str, Any]) -> None:
+    with refuses(ValueError, names=[*arguments]):
+        timm.create_model(name, device="meta", **arguments)
 
 
 def test_coupling_map_finds_where_a_class_was_routed_from() -> None:

@@ -22,22 +22,6 @@ SMALL = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "grids"),
-    [
-        ("cnn_sabour", [28, 28, 28]),
-        ("cnn_multimnist", [18, 8, 6]),  # Table 12
-        ("cnn_multimnist_fc", [18, 8, 6]),
-        ("cnn_baseline", [16, 8, 2]),  # Tables 2 and 3, before the last pooling
-        ("cnn6", [32, 32, 16, 8, 8]),
-    ],
-)
-def test_grids_of_the_tables(name: str, grids: list[int]) -> None:
-    model = capszoo.create_model(name, **SMALL[name]).eval()
-    x = torch.randn(1, model.in_chans, *model.img_size)
-    assert [f.shape[-1] for f in model.forward_intermediates(x, intermediates_only=True)] == grids
-
-
 def _layer(conv: nn.Conv2d, x: torch.Tensor, stride: int, padding: int) -> torch.Tensor:
     return F.relu(F.conv2d(x, conv.weight, conv.bias, stride, padding))
 
@@ -112,38 +96,6 @@ def test_grid_pool_is_adaptive_average_pooling(size: int, h: int, w: int) -> Non
     torch.testing.assert_close(pool(x), F.adaptive_avg_pool2d(x, size).flatten(1))
     torch.testing.assert_close(torch.fx.symbolic_trace(pool)(x), pool(x))
     torch.testing.assert_close(torch.jit.script(pool)(x), pool(x))
-
-
-@pytest.mark.parametrize("name", SMALL)
-def test_without_and_with_another_classifier(name: str) -> None:
-    model = capszoo.create_model(name, num_classes=0, **SMALL[name]).eval()
-    x = torch.randn(2, model.in_chans, *model.img_size)
-    assert model(x).shape == (2, model.head_hidden_size)
-    model.reset_classifier(0, "")
-    assert model(x).shape == model.forward_features(x).shape
-    model.reset_classifier(4)
-    assert model(x).shape == (2, 4)
-    with refuses(RuntimeError, names=["capsules"]):
-        model.forward_capsules(x)
-    with refuses(RuntimeError, names=["capsules"]):
-        model.coupling_map(x)
-
-
-@pytest.mark.parametrize("name", ["cnn_sabour", "cnn_multimnist_fc"])
-def test_weights_that_depend_on_the_size(name: str) -> None:
-    model = capszoo.create_model(name, img_size=(24, 20), **SMALL[name]).eval()
-    assert model(torch.randn(1, 1, 24, 20)).shape == (1, 10)
-    with pytest.raises(AssertionError, match="24x20"):
-        model(torch.randn(1, 1, 28, 28))
-
-
-@pytest.mark.parametrize("name", SMALL)
-def test_pruned_for_features_no_parameter_is_left_over(name: str) -> None:
-    model = capszoo.create_model(name, **SMALL[name])
-    model.prune_intermediate_layers([1])
-    x = torch.randn(2, model.in_chans, *model.img_size)
-    sum(f.sum() for f in model.forward_intermediates(x, indices=[1], intermediates_only=True)).backward()
-    assert not [n for n, p in model.named_parameters() if p.grad is None]
 
 
 @pytest.mark.parametrize(

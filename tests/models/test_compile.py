@@ -5,13 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.support.zoo import images, names, small
+from tests.support.zoo import images, names, slow_unless, small
+
 
 #: The others are swept by ``make test-slow``; tests/layers/test_engines.py compiles every routing by itself.
-QUICK = ("idpa_cnn",)
-
-
-def _check(name: str) -> None:
+@pytest.mark.parametrize("name", slow_unless(("idpa_cnn",), names()))
+def test_compiles_as_one_graph(name: str) -> None:
     torch._dynamo.reset()
     model = small(name)
     x = images(model)
@@ -29,14 +28,3 @@ def _check(name: str) -> None:
     found.float().square().mean().backward()
     for key, parameter in model.named_parameters():
         assert parameter.grad is not None and torch.isfinite(parameter.grad).all(), key
-
-
-@pytest.mark.parametrize("name", QUICK)
-def test_compiles_as_one_graph(name: str) -> None:
-    _check(name)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in names() if name not in QUICK])
-def test_compiles_as_one_graph_all(name: str) -> None:
-    _check(name)

@@ -51,7 +51,7 @@ def test_map_adds_the_shares_of_both_blocks(side: int, grid: int) -> None:
     x = images(net, 1)
     with torch.no_grad():
         third = net.forward_features(x)
-        children = net._children(net.block4(third), third)
+        children = net._children(third)
         share = net.class_caps.route(children)[1] * net.class_caps.votes(children).norm(dim=-1)
         expected = torch.zeros(3, grid, grid)
         for n in range(3):

@@ -12,7 +12,6 @@ from torch import nn
 
 import capszoo
 from tests.reference import capconv as reference
-from tests.support.errors import refuses
 
 TINY = dict(groups=4, depths=(1, 2, 3), strides=(1, 2, 2), pose_dims=(2, 2, 3), stem_chans=(4,), img_size=9)
 
@@ -130,54 +129,6 @@ def test_rows_of_table_3_train(arguments) -> None:
         assert module.skip_type2 == arguments.get("skip_type2", True)
 
 
-def test_every_argument_changes_the_output() -> None:
-    outputs = []
-    for arguments in (
-        dict(),
-        dict(mode="master"),
-        dict(coefficients="own"),
-        dict(coefficients="cross"),
-        dict(skip_type1=False),
-        dict(skip_type2=False),
-        dict(aide=(True, True, False)),
-    ):
-        model = tiny(**arguments)
-        for seed, p in enumerate(model.parameters()):
-            torch.manual_seed(seed)
-            nn.init.normal_(p, std=0.5)
-        torch.manual_seed(0)
-        outputs.append(model(torch.randn(2, 3, 9, 9)).detach())
-    for i, first in enumerate(outputs):
-        assert all(not torch.allclose(first, other) for other in outputs[i + 1 :])
-
-
-def test_dropout_of_the_grid_capsules() -> None:
-    model = warmed(tiny(drop_rate=0.5))
-    x = torch.randn(2, 3, 9, 9)
-    assert torch.equal(model(x), model(x))
-    features = model.forward_features(x)
-    model.train()
-    assert not torch.equal(model.forward_head(features), model.forward_head(features))
-
-
-def test_reset_classifier_replaces_the_decoder_too() -> None:
-    model = tiny(num_classes=4, decoder=True).double()
-    x = torch.randn(2, 3, 9, 9, dtype=torch.float64)
-    model.reset_classifier(7)
-    assert model.get_classifier().weight.shape == (3, 4 * 9, 7) and model(x).shape == (2, 7)
-    picture = model.reconstruct(model.forward_capsules(x).poses)
-    assert picture.shape == (2, 3, 9, 9) and picture.dtype == torch.float64
-    model.reset_classifier(0, "")
-    assert model.decoder is None and model(x).shape == (2, 12, 3, 3)
-    with refuses(RuntimeError, names=["classes"]):
-        model.forward_capsules(x)
-    with refuses(RuntimeError, names=["classes"]):
-        model.coupling_map(x)
-    with refuses(ValueError, names=["avg"]):
-        model.reset_classifier(3, "max")
-    assert model.num_classes == 0 and model.global_pool == ""  # refused before anything was changed
-
-
 @pytest.mark.parametrize(
     "arguments, message",
     [
@@ -197,20 +148,6 @@ def test_reset_classifier_replaces_the_decoder_too() -> None:
 def test_wrong_arguments_say_what_is_right(arguments, message) -> None:
     with pytest.raises(ValueError, match=message):
         tiny(**arguments)
-
-
-def test_baseline_takes_any_size_and_has_no_capsules() -> None:
-    model = timm.create_model(
-        "resnet18_encap", widths=(8, 8, 16), depths=(1, 1, 2), strides=(1, 2, 2), num_classes=3
-    )
-    model.eval()
-    for size in ((32, 32), (9, 14)):
-        assert model(torch.randn(1, 3, *size)).shape == (1, 3)
-    assert model.stages.stem.conv.stride == (1, 1)
-    assert timm.create_model("resnet18_encap", device="meta", img_size=128).stages.stem.conv.stride == (2, 2)
-    for method in (model.forward_capsules, model.coupling_map):
-        with refuses(RuntimeError, names=["without", "capsules"]):
-            method(torch.randn(1, 3, 32, 32))
 
 
 def test_scores_keep_float64() -> None:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 import capszoo
-from capszoo.layers import FCIDPA, ConvIDPA
 from capszoo.models._adapt import adapt_state_dict
 from capszoo.models.idpa import IdpaNet
 from tests.reference import idpa as naive
@@ -68,15 +67,6 @@ def test_the_papers_shapes() -> None:
         assert model.capsules.num_iters == 2 and model.capsules.routing == "concurrent"
 
 
-@pytest.mark.parametrize("size", [(32, 40), (30, 33), 20])
-def test_other_sizes(size: Any) -> None:
-    model = tiny(img_size=size).eval()
-    x = torch.randn(2, 1, *model.img_size)
-    assert model(x).shape == (2, 3) and model.forward_features(x).shape[2:] == model.grid
-    with pytest.raises(AssertionError, match="img_size"):
-        model(torch.randn(1, 1, 17, 17))
-
-
 def test_wrong_arguments() -> None:
     with refuses(ValueError, names=["12x18"]):
         tiny(img_size=(12, 18))
@@ -116,29 +106,6 @@ def test_scores_are_those_of_the_full_procedure(case: int, routing_iters: int) -
     for given, wanted in zip(out.couplings, couplings, strict=True):
         wanted = naive.stack(wanted).transpose(-1, -2)
         torch.testing.assert_close(given[0].reshape(wanted.shape), wanted)
-
-
-def test_shapes_of_forward_capsules() -> None:
-    model = tiny().eval()
-    out = model.forward_capsules(torch.randn(2, 1, 20, 18))
-    assert out.scores.shape == out.activations.shape == (2, 3) and out.poses.shape == (2, 3, 4)
-    assert [tuple(c.shape) for c in out.couplings] == [
-        (2, 4, 4, 2, 9, 2),
-        (2, 2, 2, 2, 9, 2),
-        (2, 3, 8),
-        (2, 3, 3),
-    ]
-    for c, parents in zip(out.couplings, (3, 3, 1, 1), strict=True):
-        torch.testing.assert_close(c.sum(dim=parents), torch.ones_like(c.sum(dim=parents)))
-
-
-def test_sequential_and_concurrent_differ_from_two_iterations_on() -> None:
-    x = torch.randn(2, 1, 20, 18)
-    for routing_iters in (1, 2, 3):
-        scores = [
-            tiny(routing=r, routing_iters=routing_iters).eval()(x) for r in ("concurrent", "sequential")
-        ]
-        assert torch.equal(*scores) == (routing_iters == 1)
 
 
 def test_iterations_can_be_changed_afterwards() -> None:
@@ -221,11 +188,6 @@ def naive_shares(model: IdpaNet, x: Tensor) -> Tensor:
     return share.reshape(model.num_classes, *model.grid, model.num_caps).sum(dim=-1)
 
 
-def test_an_empty_batch_has_an_empty_coupling_map() -> None:
-    net = capszoo.create_model("idpa_cnn").eval()
-    assert net.coupling_map(torch.zeros(0, 3, 32, 32)).shape[0] == 0
-
-
 def test_shares_follow_the_couplings() -> None:
     model = shaken(tiny(routing="sequential", routing_iters=2)).eval()
     x = torch.randn(1, 1, 20, 18, dtype=F64)
@@ -254,51 +216,6 @@ def test_coupling_map() -> None:
     torch.testing.assert_close(heat[:, :, :9], torch.full_like(heat[:, :, :9], 1 / 81))
 
 
-def test_coupling_map_points_at_the_child_that_is_coupled() -> None:
-    """All of class 0's coupling on the bottom right position below it: the map has its weight there."""
-    model = tiny(fc_caps=()).eval()
-    route = model.capsules.classes.route
-
-    def one_position(*args: Any) -> Any:
-        poses, active, couplings = route(*args)
-        couplings = torch.full_like(couplings, 1e-6)
-        couplings[:, 0, -2:] = 1.0  # two types at the last of the 2x2 positions
-        return poses, active, couplings
-
-    model.capsules.classes.route = one_position
-    with torch.no_grad():
-        heat = model.coupling_map(torch.randn(1, 1, 20, 18))[0]
-    assert heat[0, 4:, 4:].sum() > 0.6 and heat[0, :2].sum() < 1e-4
-    torch.testing.assert_close(heat[1, :9].mean(dim=1), torch.full((9,), 1 / 81), atol=1e-4, rtol=0)
-
-
-# -- the classifier -----------------------------------------------------------------------------------------------
-
-
-def test_reset_classifier() -> None:
-    model = tiny().double().eval()
-    score, hidden = model.score.weight, model.capsules.conv1.weight
-    model.reset_classifier(7)
-    assert isinstance(model.get_classifier(), FCIDPA) and model.get_classifier().weight.dtype == F64
-    assert not model.get_classifier().training
-    x = torch.randn(2, 1, 20, 18, dtype=F64)
-    assert model(x).shape == (2, 7) and model.coupling_map(x).shape == (2, 7, 10, 9)
-    assert model.score.weight is score and model.capsules.conv1.weight is hidden
-    assert [name for name, _ in model.capsules.named_children()] == ["conv1", "conv2", "fc1", "classes"]
-
-    pre_logits = model.forward_head(model.forward_features(x), pre_logits=True)
-    model.reset_classifier(0)
-    assert isinstance(model.get_classifier(), torch.nn.Identity)
-    torch.testing.assert_close(model(x), pre_logits)
-    with pytest.raises(RuntimeError, match="num_classes"):
-        model.forward_capsules(x)
-    assert not [key for key in model.state_dict() if key.startswith("score")]  # it would have no gradient
-    model.reset_classifier(0, "")
-    assert model(x).shape == (2, 8, 10, 9)
-    model.reset_classifier(4, "avg")
-    assert model(x).shape == (2, 4)
-
-
 @pytest.mark.parametrize(("name", "score"), [("idpa_cnn", "score"), ("resnet20_idpa", "head.score")])
 def test_weights_with_and_without_classes(name: str, score: str) -> None:
     whole, body = (capszoo.create_model(name, img_size=16, num_classes=n) for n in (3, 0))
@@ -314,22 +231,6 @@ def described(model: Any, num_classes: int) -> Any:
     """The model, whose configuration describes weights of so many classes."""
     model.pretrained_cfg = {**model.pretrained_cfg, "num_classes": num_classes, "input_size": (3, 16, 16)}
     return model
-
-
-def test_classes_may_be_one_or_many() -> None:
-    for classes in (1, 2, 37, 200):
-        scores = tiny(num_classes=classes)(torch.randn(2, 1, 20, 18))
-        assert scores.shape == (2, classes) and scores.isfinite().all()
-
-
-def test_features_only_has_no_head() -> None:
-    model = capszoo.create_model("idpa_cnn", features_only=True, img_size=24)
-    assert [tuple(o.shape[1:]) for o in model(torch.randn(1, 3, 24, 24))] == [
-        (256, 12, 12),
-        (512, 12, 12),
-        (512, 12, 12),
-    ]
-    assert not [m for m in model.modules() if isinstance(m, (ConvIDPA, FCIDPA))]
 
 
 def test_training_memory_holds_no_votes_of_convolutions() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-from collections import OrderedDict
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,8 +11,7 @@ import pytest
 import timm
 import torch
 from safetensors.torch import save_file
-from timm.models import register_model
-from torch import Tensor, nn
+from torch import nn
 
 import capszoo
 from capszoo._pretrained import catalogue as _catalogue
@@ -26,70 +24,27 @@ from capszoo.errors import WeightsError
 from capszoo.export.bundle.manifest import weights_of
 from capszoo.models import _builder
 from capszoo.models._adapt import _fit_input_channels
-from capszoo.models._base import CapsuleNet
-from capszoo.models._blocks import ConvBnAct, Decoder
-from capszoo.models._builder import build_capsule_model, zoo_cfgs
+from capszoo.models._builder import zoo_cfgs
 from tests.support.errors import assert_names, refuses
 
-
-class _Toy(CapsuleNet):
-    """A flat head, so that its weights depend on the image size, and a decoder."""
-
-    def __init__(
-        self,
-        num_classes: int = 10,
-        in_chans: int = 1,
-        img_size: int | tuple[int, int] = 8,
-        global_pool: str = "avg",
-        width: int = 4,
-        decoder: bool = False,
-    ) -> None:
-        super().__init__(num_classes, in_chans, img_size, global_pool, fixed_input_size=True)
-        self.stages = nn.Sequential(
-            OrderedDict(stem=ConvBnAct(in_chans, width), body=ConvBnAct(width, width))
-        )
-        self.num_features = self.head_hidden_size = width
-        self.reset_classifier(num_classes)
-        if decoder:
-            self.decoder = Decoder(num_classes, 1, in_chans, self.img_size)
-
-    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        h, w = self.img_size
-        self.num_classes = num_classes
-        self.fc = nn.Linear(self.num_features * h * w, num_classes) if num_classes else nn.Identity()
-
-    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        return x.mean(dim=(2, 3)) if pre_logits else self.fc(x.flatten(1))
+NAME = "capsnet_dynamic"
+FIRST = "stages.conv1.conv.weight"
 
 
-default_cfgs = zoo_cfgs(
-    {
-        "zoo_test_toy": dict(
-            input_size=(1, 8, 8),
-            num_classes=10,
-            first_conv="stages.stem.conv",
-            classifier="fc",
-            fixed_input_size=True,
-        )
-    }
-)
-
-
-@register_model
-def zoo_test_toy(pretrained: bool = False, **kwargs: object) -> nn.Module:
-    """Toy."""
-    return build_capsule_model(_Toy, "zoo_test_toy", pretrained, **kwargs)
+def _small(**kwargs: object) -> nn.Module:
+    return capszoo.create_model(NAME, **{"img_size": 20, "stem_chans": 4, "caps_types": 2, **kwargs})
 
 
 @pytest.fixture
 def weights(tmp_path: Path) -> Path:
-    path = tmp_path / "toy.safetensors"
-    save_file(zoo_test_toy(decoder=True).state_dict(), path)
+    path = tmp_path / "small.safetensors"
+    save_file(_small(decoder=True).state_dict(), path)
     return path
 
 
 def _load(path: Path, **kwargs: object) -> nn.Module:
-    return zoo_test_toy(pretrained=True, pretrained_cfg_overlay={"file": str(path)}, **kwargs)
+    overlay = {"file": str(path), "input_size": (1, 20, 20)}
+    return _small(pretrained=True, pretrained_cfg_overlay=overlay, **kwargs)
 
 
 def test_weights_and_decoder_load_from_the_same_file(weights: Path) -> None:
@@ -103,32 +58,15 @@ def test_weights_and_decoder_load_from_the_same_file(weights: Path) -> None:
 
 def test_grey_images_give_the_same_answer_at_three_channels(weights: Path) -> None:
     grey, colour = _load(weights).eval(), _load(weights, in_chans=3).eval()
-    x = torch.randn(2, 1, 8, 8)
+    x = torch.randn(2, 1, 20, 20)
     torch.testing.assert_close(colour(x.expand(-1, 3, -1, -1)), grey(x))
-
-
-def test_two_channels_from_one(weights: Path) -> None:
-    found = _load(weights, in_chans=2).stages.stem.conv.weight
-    saved = _pretrained.load_safetensors(weights)["stages.stem.conv.weight"]
-    torch.testing.assert_close(found, saved.expand(-1, 2, -1, -1) / 2)
 
 
 def test_another_number_of_classes_keeps_the_body(weights: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         model = _load(weights, num_classes=3)
-    saved = _pretrained.load_safetensors(weights)
-    assert torch.equal(model.stages.body.conv.weight, saved["stages.body.conv.weight"])
-    assert "num_classes" in caplog.text and "fc.weight" in caplog.text
-
-
-def test_another_size_says_what_is_new(weights: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        model = _load(weights, img_size=(6, 10))
-    saved = _pretrained.load_safetensors(weights)
-    assert torch.equal(model.stages.body.conv.weight, saved["stages.body.conv.weight"])
-    assert torch.equal(model.fc.bias, saved["fc.bias"])
-    assert "img_size" in caplog.text and "fc.weight" in caplog.text and "fc.bias" not in caplog.text
-    assert model(torch.zeros(1, 1, 6, 10)).shape == (1, 10)
+    assert torch.equal(model.state_dict()[FIRST], _pretrained.load_safetensors(weights)[FIRST])
+    assert "num_classes" in caplog.text and "class_caps.weight" in caplog.text
 
 
 def test_no_classes_and_features_only(weights: Path) -> None:
@@ -145,7 +83,7 @@ def test_no_classes_and_features_only(weights: Path) -> None:
             torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize(("source", "wanted"), [(1, 3), (3, 1), (3, 4), (3, 5), (3, 6)])
+@pytest.mark.parametrize(("source", "wanted"), [(1, 2), (1, 3), (3, 1), (3, 4), (3, 5), (3, 6)])
 def test_equal_channels_keep_their_response(source: int, wanted: int) -> None:
     weight, grey = (
         torch.randn(2, source, 3, 3, dtype=torch.float64),
@@ -157,7 +95,7 @@ def test_equal_channels_keep_their_response(source: int, wanted: int) -> None:
 
 def test_weights_of_another_width_are_refused(weights: Path) -> None:
     with refuses(WeightsError, names=["fit", "model"]):
-        _load(weights, width=8)
+        _load(weights, stem_chans=8)
 
 
 @pytest.mark.parametrize("shape", [(), (4,), (4, 0, 3, 3)])
@@ -166,17 +104,17 @@ def test_a_first_convolution_of_another_shape_is_refused(
     weights: Path, shape: tuple[int, ...], in_chans: int
 ) -> None:
     state = _pretrained.load_safetensors(weights)
-    save_file({**state, "stages.stem.conv.weight": torch.zeros(shape)}, weights)
-    with refuses(WeightsError, names=["stages.stem.conv.weight", "fit", "model"]):
+    save_file({**state, FIRST: torch.zeros(shape)}, weights)
+    with refuses(WeightsError, names=[FIRST, "fit", "model"]):
         _load(weights, in_chans=in_chans)
 
 
 def test_nothing_but_safetensors(tmp_path: Path) -> None:
-    pickled = tmp_path / "toy.pth"
+    pickled = tmp_path / "own.pth"
     torch.save({}, pickled)
     with refuses(WeightsError, names=["safetensors", "file"]):
         _load(pickled)
-    damaged = tmp_path / "toy.safetensors"
+    damaged = tmp_path / "own.safetensors"
     damaged.write_bytes(b"not safetensors at all")
     with refuses(WeightsError, names=["readable", "safetensors"]):
         _load(damaged)
@@ -184,45 +122,37 @@ def test_nothing_but_safetensors(tmp_path: Path) -> None:
         _load(tmp_path / "absent.safetensors")
 
 
-def test_no_weights_is_one_line() -> None:
-    with refuses(WeightsError, names=["zoo_test_toy", "pretrained", "weights"]):
-        zoo_test_toy(pretrained=True)
-
-
 def test_a_tag_exists_once_its_metadata_does(
     tmp_path: Path, weights: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "weights"
     folder.mkdir()
-    weights.rename(folder / "zoo_test_toy.digits.safetensors")
+    weights.rename(folder / f"{NAME}.digits.safetensors")
     meta = dict(
-        architecture="zoo_test_toy",
+        architecture=NAME,
         tag="digits",
-        sha256=sha256_of(folder / "zoo_test_toy.digits.safetensors"),
+        sha256=sha256_of(folder / f"{NAME}.digits.safetensors"),
         num_classes=10,
-        input_size=[1, 8, 8],
+        input_size=[1, 20, 20],
         mean=[0.0],
         std=[1.0],
         label_names=list("0123456789"),
     )
-    (folder / "zoo_test_toy.digits.json").write_text(json.dumps(meta))
+    (folder / f"{NAME}.digits.json").write_text(json.dumps(meta))
     monkeypatch.setattr(_info, "weights_folders", lambda: (folder,))
     checkpoints.cache_clear()
     try:
-        assert list(checkpoints(aliases=False)) == ["zoo_test_toy.digits"]
-        info = checkpoints(aliases=False)["zoo_test_toy.digits"]
-        assert locate_weights(info) == folder / "zoo_test_toy.digits.safetensors"
-        cfg = zoo_cfgs({"zoo_test_toy": dict(first_conv="stages.stem.conv", classifier="fc")})["zoo_test_toy"]
+        assert list(checkpoints(aliases=False)) == [f"{NAME}.digits"]
+        info = checkpoints(aliases=False)[f"{NAME}.digits"]
+        assert locate_weights(info) == folder / f"{NAME}.digits.safetensors"
+        cfg = zoo_cfgs({NAME: dict(first_conv="stages.conv1.conv", classifier="class_caps")})[NAME]
         tagged = cfg.cfgs["digits"]
         assert tagged.num_classes == 10 and tagged.label_names == tuple("0123456789")
         assert cfg.tags[0] == "", "weights must not change what the bare name builds"
 
-        (folder / "zoo_test_toy.digits.safetensors").write_bytes(b"truncated")
+        (folder / f"{NAME}.digits.safetensors").write_bytes(b"truncated")
         with pytest.raises(WeightsError, match="sha256 is"):
             locate_weights(info)
-        (folder / "zoo_test_toy.digits.json").write_text(json.dumps({"architecture": "zoo_test_toy"}))
-        with refuses(WeightsError, names=["lacks", "key"]):
-            WeightsInfo.from_json(folder / "zoo_test_toy.digits.json")
     finally:
         monkeypatch.undo()
         checkpoints.cache_clear()
@@ -335,8 +265,8 @@ def test_related_weights_are_those_of_the_nearest_name() -> None:
 
 def test_missing_and_offline_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    info = WeightsInfo("zoo_test_toy", "absent", "0" * 64, 10, (1, 8, 8), (0.0,), (1.0,))
-    with refuses(WeightsError, names=["capszoo/zoo_test_toy.absent", "weights", "machine"]) as e:
+    info = WeightsInfo("capsnet_em", "absent", "0" * 64, 10, (1, 8, 8), (0.0,), (1.0,))
+    with refuses(WeightsError, names=["capszoo/capsnet_em.absent", "weights", "machine"]) as e:
         locate_weights(info, cache_dir=tmp_path)
     assert "\n" not in str(e.value)
 

@@ -11,10 +11,10 @@ from torch.nn.utils import prune
 
 import capszoo
 from capszoo.errors import NoCapsules
-from capszoo.layers import RoutingCaps, RoutingPool2d
+from capszoo.layers import RoutingPool2d
 from tests.reference import routing_pool as reference
 from tests.support.errors import refuses
-from tests.support.zoo import images, relative_difference, slow_unless, small
+from tests.support.zoo import images, relative_difference, small
 
 
 @pytest.mark.parametrize("name", ["cnn_routingpool", "resnet20_routingpool"])
@@ -101,49 +101,6 @@ def test_pool_is_chosen_by_argument_and_kept() -> None:
     other.reset_classifier(0, "")
     other.reset_classifier(3)
     assert other.global_pool == "max", "the pooling that the caller chose"
-
-
-def test_class_capsules_can_be_left_out_and_reset() -> None:
-    model = capszoo.create_model("resnet20_routingcaps", num_classes=0, img_size=16).eval()
-    x = torch.randn(2, 1, 16, 16)
-    torch.testing.assert_close(model(x), model.forward_features(x).mean((2, 3)))
-    with refuses(RuntimeError, names=["classes"]):
-        model.forward_capsules(x)
-    model.reset_classifier(0, "")
-    assert model(x).shape == (2, 64, 4, 4)
-    model.reset_classifier(6, "avg")
-    assert isinstance(model.get_classifier(), RoutingCaps) and model(x).shape == (2, 6)
-
-    model = capszoo.create_model("resnet20_routingcaps", decoder=True, img_size=(20, 16)).eval()
-    model.reset_classifier(4)
-    poses = model.forward_capsules(torch.randn(2, 1, 20, 16)).poses
-    assert model.reconstruct(poses, torch.tensor([0, 3])).shape == (2, 1, 20, 16)
-
-
-@pytest.mark.parametrize(
-    "name",
-    slow_unless(
-        ("resnet20_routingpool",), ("cnn_routingpool", "resnet20_routingpool", "resnet20_routingcaps")
-    ),
-)
-def test_trains_in_bfloat16_and_channels_last(name: str) -> None:
-    """The way it is trained on a CPU: a few steps reduce the loss on one batch."""
-    model = capszoo.create_model(name, num_classes=3, in_chans=1, img_size=16).train()
-    model = model.to(memory_format=torch.channels_last)
-    y = torch.arange(12) % 3
-    x = torch.randn(12, 1, 16, 16) + 1.5 * (y - 1)[:, None, None, None]  # a brightness for each class
-    x = x.to(memory_format=torch.channels_last)
-    opt = torch.optim.Adam(model.parameters(), lr=1e-3)
-    losses = []
-    for _ in range(12):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            scores = model(x)
-        loss = F.cross_entropy(scores.float() * 5, y)
-        opt.zero_grad()
-        loss.backward()
-        opt.step()
-        losses.append(float(loss.detach()))
-    assert losses[-1] < 0.8 * losses[0]
 
 
 @pytest.mark.parametrize(

@@ -255,12 +255,6 @@ def test_names_are_listed_as_timm_lists_them() -> None:
     assert capszoo.list_models("cnn6*", exclude_filters="cnn6") == ["cnn6_wide"], "a word is the whole name"
 
 
-def test_numpy_integers_are_integers() -> None:
-    model = capszoo.create_model("resnet20_avg", num_classes=np.int64(5), in_chans=np.int32(1))
-    assert model(torch.zeros(1, 1, 32, 32)).shape == (1, 5)
-    assert type(model.num_classes) is int
-
-
 @pytest.mark.parametrize("name", ["idpa_cnn", "capsnet_em_norb_small", "encapnet6"])
 def test_forward_mode_and_vmap(name: str) -> None:
     model = small(name).eval()

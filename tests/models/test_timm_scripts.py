@@ -114,25 +114,6 @@ def test_features_of_a_backbone_whose_head_is_gone() -> None:
     assert [tuple(out.shape[1:]) for out in net(torch.zeros(1, 3, 64, 64))][-1] == (320, 2, 2)
 
 
-def test_a_head_on_a_saved_backbone_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    backbone = timm.create_model("resnet10t", num_classes=2)
-    timm.models.save_for_hf(backbone, str(tmp_path / "backbone"), safe_serialization=True)
-    net = timm.create_model(
-        "caps_head",
-        backbone=f"local-dir:{tmp_path / 'backbone'}",
-        backbone_pretrained=True,
-        img_size=64,
-        num_classes=3,
-        cache_dir=str(tmp_path),
-    )
-    timm.models.save_for_hf(net, str(tmp_path / "saved"), safe_serialization=True)
-    monkeypatch.setattr("capszoo.models._backbones.local_weights", lambda *_: pytest.fail("read again"))
-    images = torch.randn(1, 3, 64, 64)
-    for create in (timm.create_model, capszoo.create_model):
-        again = create(f"local-dir:{tmp_path / 'saved'}", pretrained=True).eval()
-        assert torch.equal(again(images), net.eval()(images))
-
-
 def test_the_cache_of_a_backbone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
@@ -166,10 +147,12 @@ def test_options_of_features_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["idpa_cnn", "cnn_sabour", "capsnet6_dynamic", "capsnet6_em", "hvc", "resnet20_avg"]
+    "name", ["idpa_cnn", "cnn_sabour", "capsnet6_dynamic", "capsnet6_em", "hvc", "resnet20_avg", "caps_head"]
 )
 def test_a_pruned_head_has_no_new_classes(name: str) -> None:
     net: Any = capszoo.create_model(name, device="meta")
     net.prune_intermediate_layers(1)
-    with refuses(RuntimeError, names=["create", "network"]):
-        net.reset_classifier(4)
+    net.reset_classifier(0, "")
+    for arguments in ((4,), (0, "avg")):
+        with refuses(RuntimeError, names=["create", "network"]):
+            net.reset_classifier(*arguments)

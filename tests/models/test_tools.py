@@ -11,7 +11,6 @@ from accelerate import cpu_offload
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.nn.utils import parametrizations, prune, spectral_norm
 
 from capszoo.errors import NoCapsules
 from capszoo.models._heads import HEADS, head_arguments
@@ -32,11 +31,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "resnet20_selfrouting": {"depth": 2, "caps_types": 8},
 }
 each_model = pytest.mark.parametrize("name", MODELS)
-#: For hooks of one kind, which act at the same call whatever the layer computes.
-some_models = pytest.mark.parametrize(
-    "name", slow_unless(("capsnet_em_norb_small", "encapnet6", "idpa_cnn", "resnet20_routingcaps"), MODELS)
-)
-
 #: A head of two layers has all that one of a single layer has.
 HEAD_CASES = [
     pytest.param(routing, depth, marks=() if depth == deepest else pytest.mark.slow)
@@ -122,67 +116,6 @@ def test_weights_of_heads_are_read_within_calls(routing: str, depth: int) -> Non
     model = small("caps_head", routing=routing, head_args=arguments).eval()
     calibrate(model)
     _check_calls(model, images(model))
-
-
-def _with_weight(model: nn.Module) -> list[nn.Module]:
-    """Owners of a ``weight`` of two axes or more."""
-    return [
-        m
-        for m in _owners(model).values()
-        if isinstance(getattr(m, "weight", None), nn.Parameter) and m.weight.ndim > 1
-    ]
-
-
-@some_models
-def test_pruned_weights_can_be_loaded(name: str) -> None:
-    """`load_state_dict` fills ``weight_orig``; its product with the mask is made at the next call."""
-    model, plain = _model(name), _model(name)
-    for module in _with_weight(model):
-        prune.random_unstructured(module, "weight", amount=0.5)
-    old = {key: value.clone() for key, value in model.state_dict().items()}
-    state = {key: 0.7 * value if key.endswith("weight_orig") else value for key, value in old.items()}
-    masked = {
-        key.removesuffix("_orig"): value * state[key.removesuffix("orig") + "mask"]
-        for key, value in state.items()
-        if key.endswith("weight_orig")
-    }
-    assert len(masked) == len(_with_weight(plain))
-    plain.load_state_dict({**plain.state_dict(), **masked})
-    x = images(model)
-    with torch.no_grad():
-        expected, ways = _everything(plain, x), _ways(model)
-        for method, way in ways.items():
-            model.load_state_dict(old)
-            model(x)
-            model.load_state_dict(state)
-            _check_same({method: way(x)}, {method: expected[method]})
-
-
-@some_models
-@pytest.mark.parametrize("norm", [spectral_norm, parametrizations.spectral_norm], ids=["old", "new"])
-def test_spectral_norm_trains(name: str, norm: Any) -> None:
-    """The next call normalises the trained weights: its scores are those of a plain network with the result."""
-    model, plain = _model(name), _model(name)
-    names = [key for key, module in model.named_modules() if module in _with_weight(model)]
-    for key in names:
-        norm(model.get_submodule(key), n_power_iterations=5)
-    x = images(model)
-    with torch.no_grad():
-        model.train()(x)  # in training it finds the largest singular values
-    model.eval()(x).square().sum().backward()
-    with torch.no_grad():
-        before = {key: model.get_submodule(key).weight.clone() for key in names}
-        for key in names:
-            module = model.get_submodule(key)
-            trained = module.weight_orig if norm is spectral_norm else module.parametrizations.weight.original
-            assert trained.grad is not None, key
-            trained.mul_(1 + 0.1 * torch.randn_like(trained))
-        scores = model(x)
-        after = {key: model.get_submodule(key).weight for key in names}
-        own = {key: value for key, value in model.state_dict().items() if key in plain.state_dict()}
-        plain.load_state_dict({**own, **{f"{key}.weight": after[key] for key in names}})
-        _check_same({"forward": scores}, {"forward": plain(x)})
-        assert all(relative_difference(before[key], after[key]) > 1e-2 for key in names)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -73,13 +73,6 @@ def test_the_map_follows_the_couplings_of_both_layers(routing: str) -> None:
 
 
 @each_routing
-def test_an_empty_batch_has_an_empty_map(routing: str) -> None:
-    net = network(routing)
-    with torch.no_grad():
-        assert net.coupling_map(torch.zeros(0, 3, 16, 16)).shape == (0, 3, 4, 4)
-
-
-@each_routing
 def test_every_parameter_is_trained(routing: str) -> None:
     model = network(routing).train()
     with torch.no_grad():  # self-routing's weights start at zero: even couplings, and no gradient below them

@@ -16,23 +16,8 @@ from ...errors import NoCapsules
 from .._base import NO_NAMES, CouplingLayout, Votes
 from .._blocks import ConvBnAct, init_conv_weights
 
-__all__ = [
-    "HEADS",
-    "CapsuleHead",
-    "ConvNorm",
-    "HeadOutput",
-    "create_head",
-    "head_arguments",
-    "log_probabilities",
-    "register_head",
-    "unknown_routing",
-]
-
 #: Routings available for a head, by name.
 HEADS: Dict[str, Type["CapsuleHead"]] = {}
-
-#: Arguments that follow from the feature map and the data set.
-_MAP_ARGUMENTS = ("in_chans", "grid", "num_classes", "lower_chans")
 
 _Head = TypeVar("_Head", bound="Type[CapsuleHead]")
 
@@ -45,6 +30,22 @@ def register_head(routing: str) -> Callable[[_Head], _Head]:
         return cls
 
     return register
+
+
+class HeadArgs(NamedTuple):
+    """Arguments of every head, see :func:`create_head`."""
+
+    in_chans: int
+    grid: Tuple[int, int]
+    num_classes: int
+    routing: str
+    proj_chans: int = 0
+    max_grid: int = 0
+    drop_rate: float = 0.0
+
+
+#: Those of them that a user may give.
+_COMMON = ("proj_chans", "max_grid", "drop_rate")
 
 
 class HeadOutput(NamedTuple):
@@ -104,23 +105,12 @@ class CapsuleHead(ForwardMethods):
     #: modules behind the class layer that serve any number of classes, and are identities without classes
     readout = NO_NAMES
 
-    def __init__(
-        self,
-        in_chans: int,
-        grid: Tuple[int, int],
-        num_classes: int,
-        routing: str,
-        proj_chans: int = 0,
-        max_grid: int = 0,
-        drop_rate: float = 0.0,
-    ) -> None:
+    def __init__(self, common: HeadArgs) -> None:
         super().__init__()
-        if type(self) is CapsuleHead:
-            raise TypeError("CapsuleHead is the base class of the heads: create_head creates one")
+        in_chans, grid, _, self.routing, proj_chans, max_grid, drop_rate = common
         if in_chans < 1 or min(grid) < 1:
             raise ValueError(f"in_chans and grid must be positive, not {in_chans} and {grid}")
         at_least(0, proj_chans=proj_chans, max_grid=max_grid)
-        self.routing = routing
         self.shrink = -(-max(grid) // max_grid) if max_grid else 1
         self.grid = (-(-grid[0] // self.shrink), -(-grid[1] // self.shrink))
         self.project: nn.Module = ConvBnAct(in_chans, proj_chans, 1) if proj_chans else nn.Identity()
@@ -245,10 +235,11 @@ def create_head(
         ValueError: an unknown routing or argument, sizes that do not fit, or ``even_couplings`` for a head without
             couplings or whose scores are its couplings; one line.
     """
-    head_arguments(routing, set(options).difference(_MAP_ARGUMENTS))
+    head_arguments(routing, set(options) - {"lower_chans"})
     if even_couplings:
         options.update(_even_arguments(routing))
-    return HEADS[routing](in_chans, grid, num_classes, routing, **options)
+    common = {name: options.pop(name) for name in _COMMON if name in options}
+    return HEADS[routing](HeadArgs(in_chans, grid, num_classes, routing, **common), **options)
 
 
 def _even_arguments(routing: str) -> Dict[str, Any]:
@@ -274,10 +265,9 @@ def head_arguments(routing: str, options: Optional[Set[str]] = None) -> List[str
     """
     if routing not in HEADS:
         raise unknown_routing(routing)
-    parameters = inspect.signature(HEADS[routing].__init__).parameters
-    names = [name for name in parameters if name not in ("self", "routing", *_MAP_ARGUMENTS)] + [
-        "even_couplings"
-    ]
+    parameters = inspect.signature(HEADS[routing]).parameters
+    own = (name for name in parameters if name not in ("common", "lower_chans"))
+    names = [*_COMMON, *own, "even_couplings"]
     for name in sorted(options or ()):
         if name not in names:
             raise ValueError(unknown_name(f"argument of the {routing} head", name, names))

@@ -11,9 +11,7 @@ from capszoo.layers import capsules_from_map
 from capszoo.layers._modules import at_least
 
 from .._base import CouplingLayout
-from .base import CapsuleHead, ConvNorm, HeadOutput
-
-__all__ = ["ActivePrimary", "CapsuleLayersHead"]
+from .base import CapsuleHead, ConvNorm, HeadArgs, HeadOutput
 
 
 class ActivePrimary(nn.Module):
@@ -41,20 +39,8 @@ class CapsuleLayersHead(CapsuleHead):
     #: whether a child has an activation besides its pose
     active = False
 
-    def __init__(
-        self,
-        in_chans: int,
-        grid: Tuple[int, int],
-        num_classes: int,
-        routing: str,
-        proj_chans: int,
-        max_grid: int,
-        drop_rate: float,
-        caps_types: int,
-        caps_dim: int,
-        depth: int = 1,
-    ) -> None:
-        super().__init__(in_chans, grid, num_classes, routing, proj_chans, max_grid, drop_rate)
+    def __init__(self, common: HeadArgs, caps_types: int, caps_dim: int, depth: int = 1) -> None:
+        super().__init__(common)
         if depth not in (1, 2):
             raise ValueError(f"depth must be 1 or 2 capsule layers, not {depth}")
         at_least(1, caps_types=caps_types, caps_dim=caps_dim)

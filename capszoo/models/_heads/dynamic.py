@@ -12,10 +12,8 @@ from capszoo.layers._modules import at_least
 from capszoo.layers._precision import upcast_half
 
 from .._base import Votes
-from .base import ConvNorm, HeadOutput, log_probabilities, register_head
+from .base import ConvNorm, HeadArgs, HeadOutput, log_probabilities, register_head
 from .capsule_layers import CapsuleLayersHead
-
-__all__ = ["DynamicHead", "LengthHead"]
 
 torch.fx.wrap("upcast_half")
 
@@ -65,22 +63,14 @@ class DynamicHead(LengthHead):
 
     def __init__(
         self,
-        in_chans: int,
-        grid: Tuple[int, int],
-        num_classes: int,
-        routing: str = "dynamic",
-        proj_chans: int = 0,
-        max_grid: int = 0,
-        drop_rate: float = 0.0,
+        common: HeadArgs,
         caps_types: int = 32,
         caps_dim: int = 16,
         class_dim: int = 16,
         num_iters: int = 3,
         depth: int = 1,
     ) -> None:
-        super().__init__(
-            in_chans, grid, num_classes, routing, proj_chans, max_grid, drop_rate, caps_types, caps_dim, depth
-        )
+        super().__init__(common, caps_types, caps_dim, depth)
         at_least(1, class_dim=class_dim)
         self.class_dim, self._iters = class_dim, num_iters
         self.primary = nn.Sequential(ConvNorm(self.chans, self.width), Squash(dim=1, pose_dim=caps_dim))
@@ -88,7 +78,7 @@ class DynamicHead(LengthHead):
             self.hidden = ConvDynamicRouting(
                 caps_types, caps_dim, caps_types, caps_dim, 3, 2, 1, num_iters=num_iters
             )
-        self._ready(num_classes)
+        self._ready(common.num_classes)
 
     def _class_layer(self, num_classes: int) -> nn.Module:
         # Behind the BatchNorm, children are caps_dim ** 0.5 long instead of 1. With transforms as large as for children

@@ -11,10 +11,8 @@ from capszoo.layers import ConvEM
 from capszoo.layers._forward_methods import forward_method
 
 from .._base import Votes
-from .base import HeadOutput, register_head
+from .base import HeadArgs, HeadOutput, register_head
 from .capsule_layers import ActivePrimary, CapsuleLayersHead
-
-__all__ = ["EMHead"]
 
 
 def _padded(x: Tensor) -> Tensor:
@@ -38,22 +36,9 @@ class EMHead(CapsuleLayersHead):
     even = {"num_iters": 1}
 
     def __init__(
-        self,
-        in_chans: int,
-        grid: Tuple[int, int],
-        num_classes: int,
-        routing: str = "em",
-        proj_chans: int = 0,
-        max_grid: int = 0,
-        drop_rate: float = 0.0,
-        caps_types: int = 32,
-        caps_dim: int = 16,
-        num_iters: int = 3,
-        depth: int = 1,
+        self, common: HeadArgs, caps_types: int = 32, caps_dim: int = 16, num_iters: int = 3, depth: int = 1
     ) -> None:
-        super().__init__(
-            in_chans, grid, num_classes, routing, proj_chans, max_grid, drop_rate, caps_types, caps_dim, depth
-        )
+        super().__init__(common, caps_types, caps_dim, depth)
         side = round(caps_dim**0.5)
         if side * side != caps_dim:
             raise ValueError(f"matrix poses are square: caps_dim must be a square number, not {caps_dim}")
@@ -65,7 +50,7 @@ class EMHead(CapsuleLayersHead):
             self.hidden = ConvEM(
                 caps_types, caps_types, kernel_size=3, stride=2, init_beta_v=0.5, **self._options
             )
-        self._ready(num_classes)
+        self._ready(common.num_classes)
 
     def _class_layer(self, num_classes: int) -> nn.Module:
         # the window is the whole map: all its children become the types of a single position

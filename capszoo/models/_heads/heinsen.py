@@ -13,9 +13,7 @@ from capszoo.layers._precision import upcast_half
 
 from .._base import CouplingLayout
 from .._blocks import ConvBnAct
-from .base import CapsuleHead, HeadOutput, register_head
-
-__all__ = ["HeinsenHead"]
+from .base import CapsuleHead, HeadArgs, HeadOutput, register_head
 
 torch.fx.wrap("upcast_half")
 
@@ -45,13 +43,7 @@ class HeinsenHead(CapsuleHead):
 
     def __init__(
         self,
-        in_chans: int,
-        grid: Tuple[int, int],
-        num_classes: int,
-        routing: str = "heinsen",
-        proj_chans: int = 0,
-        max_grid: int = 0,
-        drop_rate: float = 0.0,
+        common: HeadArgs,
         levels: int = 1,
         num_caps: int = 64,
         caps_dim: int = 0,
@@ -64,8 +56,8 @@ class HeinsenHead(CapsuleHead):
             raise ValueError(
                 f"levels={levels} needs the maps of {levels} stages of a backbone: create the network with attach_head"
             )
-        last = in_chans - sum(lower_chans)
-        super().__init__(last, grid, num_classes, routing, proj_chans, max_grid, drop_rate)
+        last, proj_chans = common.in_chans - sum(lower_chans), common.proj_chans
+        super().__init__(common._replace(in_chans=last))
         if not proj_chans and set(lower_chans) - {last}:
             raise ValueError(
                 f"the {levels} maps have {', '.join(map(str, (*lower_chans, last)))} channels: set proj_chans, which "
@@ -81,7 +73,7 @@ class HeinsenHead(CapsuleHead):
         self.num_caps, self.caps_dim = num_caps, caps_dim or self.chans
         self.hidden1 = HeinsenRouting(0, self.chans, num_caps, self.caps_dim, num_iters)
         self.hidden2 = HeinsenRouting(num_caps, self.caps_dim, num_caps, self.caps_dim, num_iters)
-        self._ready(num_classes)
+        self._ready(common.num_classes)
 
     def _class_layer(self, num_classes: int) -> nn.Module:
         return HeinsenRouting(self.num_caps, self.caps_dim, num_classes, 1, self._iters)

@@ -10,10 +10,8 @@ from capszoo.layers import FCIDPA, CapsuleNorm
 from capszoo.layers._forward_methods import forward_method
 
 from .._base import Votes
-from .base import HeadOutput, register_head
+from .base import HeadArgs, HeadOutput, register_head
 from .capsule_layers import CapsuleLayersHead
-
-__all__ = ["IDPAHead"]
 
 
 @register_head("idpa")
@@ -29,26 +27,14 @@ class IDPAHead(CapsuleLayersHead):
     even = {"num_iters": 1}
 
     def __init__(
-        self,
-        in_chans: int,
-        grid: Tuple[int, int],
-        num_classes: int,
-        routing: str = "idpa",
-        proj_chans: int = 0,
-        max_grid: int = 0,
-        drop_rate: float = 0.0,
-        caps_types: int = 32,
-        caps_dim: int = 16,
-        num_iters: int = 2,
+        self, common: HeadArgs, caps_types: int = 32, caps_dim: int = 16, num_iters: int = 2
     ) -> None:
-        super().__init__(
-            in_chans, grid, num_classes, routing, proj_chans, max_grid, drop_rate, caps_types, caps_dim
-        )
+        super().__init__(common, caps_types, caps_dim)
         self._iters = num_iters
         conv = nn.Conv2d(self.chans, self.width, 3, 1, 1, bias=False)
         self.primary = nn.Sequential(conv, CapsuleNorm(caps_dim))
-        self.score = self.make_readout(num_classes)
-        self._ready(num_classes)
+        self.score = self.make_readout(common.num_classes)
+        self._ready(common.num_classes)
 
     def _class_layer(self, num_classes: int) -> nn.Module:
         return FCIDPA(self.num_children, num_classes, self.caps_dim, num_iters=self._iters)

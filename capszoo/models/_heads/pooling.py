@@ -12,9 +12,7 @@ from capszoo.layers._modules import at_least
 
 from .._base import CouplingLayout, Votes
 from .._blocks import check_caps_dim, score_parts
-from .base import CapsuleHead, ConvNorm, HeadOutput, register_head
-
-__all__ = ["AverageHead", "ConvHead", "MaxHead", "RoutingPoolHead"]
+from .base import CapsuleHead, ConvNorm, HeadArgs, HeadOutput, register_head
 
 
 @register_head("avg")
@@ -23,18 +21,9 @@ class AverageHead(CapsuleHead):
 
     fixed_grid = has_capsules = False
 
-    def __init__(
-        self,
-        in_chans: int,
-        grid: Tuple[int, int],
-        num_classes: int,
-        routing: str = "avg",
-        proj_chans: int = 0,
-        max_grid: int = 0,
-        drop_rate: float = 0.0,
-    ) -> None:
-        super().__init__(in_chans, grid, num_classes, routing, proj_chans, max_grid, drop_rate)
-        self._ready(num_classes)
+    def __init__(self, common: HeadArgs) -> None:
+        super().__init__(common)
+        self._ready(common.num_classes)
 
     def _class_layer(self, num_classes: int) -> nn.Module:
         return nn.Linear(self.chans, num_classes)
@@ -61,23 +50,12 @@ class ConvHead(CapsuleHead):
 
     has_capsules = False
 
-    def __init__(
-        self,
-        in_chans: int,
-        grid: Tuple[int, int],
-        num_classes: int,
-        routing: str = "conv",
-        proj_chans: int = 0,
-        max_grid: int = 0,
-        drop_rate: float = 0.0,
-        caps_types: int = 32,
-        caps_dim: int = 16,
-    ) -> None:
-        super().__init__(in_chans, grid, num_classes, routing, proj_chans, max_grid, drop_rate)
+    def __init__(self, common: HeadArgs, caps_types: int = 32, caps_dim: int = 16) -> None:
+        super().__init__(common)
         at_least(1, caps_types=caps_types, caps_dim=caps_dim)
         self.width = caps_types * caps_dim
         self.primary = ConvNorm(self.chans, self.width, bias=True)
-        self._ready(num_classes)
+        self._ready(common.num_classes)
 
     def _class_layer(self, num_classes: int) -> nn.Module:
         layer = nn.Conv2d(self.width, num_classes, self.grid)
@@ -116,20 +94,8 @@ class RoutingPoolHead(AverageHead):
     has_capsules = True
     even = {"lam": 0.0}
 
-    def __init__(
-        self,
-        in_chans: int,
-        grid: Tuple[int, int],
-        num_classes: int,
-        routing: str = "routing_pool",
-        proj_chans: int = 0,
-        max_grid: int = 0,
-        drop_rate: float = 0.0,
-        lam: float = 5.0,
-        caps_dim: int = 16,
-        num_iters: int = 3,
-    ) -> None:
-        super().__init__(in_chans, grid, num_classes, routing, proj_chans, max_grid, drop_rate)
+    def __init__(self, common: HeadArgs, lam: float = 5.0, caps_dim: int = 16, num_iters: int = 3) -> None:
+        super().__init__(common)
         check_caps_dim(caps_dim, self.chans)
         self.pool = RoutingPool2d(caps_dim, lam, num_iters, flatten=True)
 

@@ -1,7 +1,5 @@
 """Head with self-routing."""
 
-from typing import Tuple
-
 import torch
 import torch.nn as nn
 from torch import Tensor
@@ -9,10 +7,8 @@ from torch import Tensor
 from capszoo.layers import ConvSelfRouting, SelfRouting
 from capszoo.layers._precision import upcast_half
 
-from .base import HeadOutput, log_probabilities, register_head
+from .base import HeadArgs, HeadOutput, log_probabilities, register_head
 from .capsule_layers import ActivePrimary, CapsuleLayersHead
-
-__all__ = ["SelfRoutingHead"]
 
 torch.fx.wrap("upcast_half")
 
@@ -30,26 +26,12 @@ class SelfRoutingHead(CapsuleLayersHead):
     relative = True
     map_quantity = "coupling × activation"
 
-    def __init__(
-        self,
-        in_chans: int,
-        grid: Tuple[int, int],
-        num_classes: int,
-        routing: str = "self_routing",
-        proj_chans: int = 0,
-        max_grid: int = 0,
-        drop_rate: float = 0.0,
-        caps_types: int = 32,
-        caps_dim: int = 16,
-        depth: int = 1,
-    ) -> None:
-        super().__init__(
-            in_chans, grid, num_classes, routing, proj_chans, max_grid, drop_rate, caps_types, caps_dim, depth
-        )
+    def __init__(self, common: HeadArgs, caps_types: int = 32, caps_dim: int = 16, depth: int = 1) -> None:
+        super().__init__(common, caps_types, caps_dim, depth)
         self.primary = ActivePrimary(self.chans, caps_types, caps_dim)
         if depth == 2:
             self.hidden = ConvSelfRouting(caps_types, caps_dim, caps_types, caps_dim, 3, 2, 1)
-        self._ready(num_classes)
+        self._ready(common.num_classes)
 
     def _class_layer(self, num_classes: int) -> nn.Module:
         return SelfRouting(self.num_children, self.caps_dim, num_classes)
