@@ -30,7 +30,7 @@ from capszoo.errors import CapszooError, first_line
 
 from .batches import Batches
 from .errors import DataError
-from .folders import FileDecoder, available_workers
+from .folders import Decoded, Files, available_workers
 from .sets import StreamedSet
 from .specs import DatasetSpec
 
@@ -132,7 +132,8 @@ def class_accuracies(
         source="",
         remedy="",
     )
-    decoder = FileDecoder(ilsvrc.images / "val", tuple(path.name for path, _ in samples), "RGB", (256, 256))
+    files = Files(ilsvrc.images / "val", tuple(path.name for path, _ in samples))
+    decoder = Decoded(files, "RGB", (256, 256))
     labels = torch.tensor([label for _, label in samples])
     data = StreamedSet(
         spec, "val", decoder, torch.arange(len(samples)), labels, 256, available_workers() - 1

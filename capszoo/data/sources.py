@@ -194,20 +194,10 @@ def load_dataset(
     Raises:
         DataError: a missing, truncated or wrong file; the message is one line, with a remedy.
     """
-    if any(name.startswith(prefix) for prefix in PREFIXES):
-        from .folders import open_set
+    if name.startswith(tuple(PREFIXES)):
+        from .folders import Reading, open_set
 
-        return open_set(
-            name,
-            split,
-            data,
-            size=size,
-            resize=resize,
-            download=download,
-            skipped=skipped,
-            channels=channels,
-            framing=framing,
-        )
+        return open_set(name, split, data, download, Reading(size, resize, skipped, channels, framing))
     spec = dataset_spec(name)
     if split not in spec.counts:
         raise DataError(f"unknown split '{split}' of {spec.title}: there are {', '.join(spec.counts)}")
@@ -215,12 +205,10 @@ def load_dataset(
         return _composed(spec, split, data, count, (size, resize), download)
     roots = _roots(spec, data)
     if spec.name == "h_imagenet":
-        from .folders import open_h_imagenet
+        from .folders import Reading, open_h_imagenet
 
-        folders = list(_folders(spec, roots))
-        return open_h_imagenet(
-            spec, split, folders, size=size, resize=resize, skipped=skipped, framing=framing
-        )
+        reading = Reading(size, resize, skipped, framing=framing)
+        return open_h_imagenet(spec, split, list(_folders(spec, roots)), reading)
     expected = spec.counts[split] if count is None else count
     split_images = _find(spec, split, roots, expected)
     origin = "smallnorb" if name in _NORB_TRAINED else name

@@ -175,12 +175,3 @@ def test_decode_to_a_square(tmp_path: Path) -> None:
     square = decode_image(write_image(tmp_path / "a.png", wide), "RGB", "a", 20)
     assert square.shape == (20, 20, 3) and square[:, 1:-1].min() == 200
     assert decode_image(tmp_path / "a.png", "L", "a").shape == (40, 80)
-
-
-def test_parquet_of_unknown_kind(tmp_path: Path, rng: np.random.Generator) -> None:
-    grey = write_parquet(tmp_path / "g.parquet", rng.integers(0, 256, (3, 6, 5), dtype=np.uint8), [0, 1, 2])
-    assert read_parquet([grey], None)[0].shape == (3, 1, 6, 5)
-    colour = write_parquet(
-        tmp_path / "c.parquet", rng.integers(0, 256, (3, 6, 5, 3), dtype=np.uint8), [0, 1, 2]
-    )
-    assert read_parquet([colour], None, 4)[0].shape == (3, 3, 4, 4)

@@ -12,15 +12,14 @@ from pathlib import Path
 
 from capszoo._utils.files import expanded
 from capszoo.errors import CapszooError
-from capszoo.images import Framing, files_below, is_visible_image
+from capszoo.images import files_below, is_visible_image
 
 from ..errors import DataError
-from ..readers import LABEL_COLUMNS, MODES
+from ..readers import LABEL_COLUMNS
 from ..roots import environment_roots, given_root
 from ..sets import ImageSet, Origin, StreamedSet
-from ..specs import Side
-from .common import SPLITS, decode_or_stream, encode_labels, folder_spec, look_at_training, settled, sides
-from .images import FileDecoder
+from .common import SPLITS, Reading, encode_labels, open_source
+from .images import Files
 
 __all__ = ["open_table", "table_splits"]
 
@@ -147,15 +146,7 @@ def table_splits(name: str, source: str, data: str | Path | None) -> set[str]:
 
 
 def open_table(
-    name: str,
-    source: str,
-    split: str,
-    data: str | Path | None,
-    size: Side | None,
-    resize: Side | None,
-    skipped: list[str] | None,
-    channels: int | None = None,
-    framing: Framing | None = None,
+    name: str, source: str, split: str, data: str | Path | None, reading: Reading
 ) -> ImageSet | StreamedSet:
     """A split of the images that a table names; without a column of splits all are training images."""
     table = _locate(name, source, data)
@@ -165,18 +156,13 @@ def open_table(
     if part is None:
         only = f" of a {split} split, only {', '.join(sorted(parts))}" if parts else ""
         raise DataError(f"{table} has no rows{only}")
-    folder = table.parent
-    rows = _found(table, parts[part], files, skipped)
+    rows = _found(table, parts[part], files, reading.skipped)
     training = parts.get("train", parts[part])
     labels, label_names = encode_labels(
         [row.label for row in rows], {row.label for row in training}, f"{table} ({part})"
     )
-    paths = tuple(row.file for row in rows)
-    looked = paths if part == "train" else [row.file for row in _found(table, training, files, [])]
-    look = look_at_training(lambda k: (folder / looked[k], looked[k]), len(looked), channels, framing)
-    size, side = sides(size, resize)
-    spec = folder_spec(name, label_names, (look.channels, *size), len(paths), split)
-    spec, framing = settled(spec, framing, look, side)
+    looked = rows if part == "train" else _found(table, training, files, [])
+    own, trained = (Files(table.parent, tuple(row.file for row in some)) for some in (rows, looked))
     notes = [
         f"{len(parts[key]):,} rows {f'of the split {key}' if key else 'without a split'} are not read"
         for key in sorted(parts.keys() - SPLITS)
@@ -185,8 +171,7 @@ def open_table(
     if unnamed > 0:
         notes.append(f"{unnamed:,} images are not in the table")
     origin = Origin(notes=tuple(notes))
-    decoder = FileDecoder(folder, paths, MODES[look.channels], side, framing)
-    return decode_or_stream(spec, split, decoder, labels, side, skipped, origin=origin)
+    return open_source(name, split, own, trained, labels, label_names, reading, origin=origin)
 
 
 def _found(table: Path, rows: Sequence[_Row], files: _Files, skipped: list[str] | None) -> list[_Row]:
