@@ -37,23 +37,6 @@ from .specs import Side, both_sides
 if TYPE_CHECKING:
     from capszoo.images import Framing
 
-__all__ = [
-    "LABEL_COLUMNS",
-    "MODES",
-    "SetLook",
-    "decode_image",
-    "image_below",
-    "look_at_set",
-    "parquet_label_names",
-    "read_cifar_binary",
-    "read_idx",
-    "read_labelled_parquet",
-    "read_norb_matrix",
-    "read_parquet",
-    "read_svhn_mat",
-    "survey_parquet",
-]
-
 _IDX_UBYTE = 0x08
 #: Bytes that a file of images may unpack to, where the size of its set is not known beforehand.
 MAX_FILE_BYTES = 2 * 2**30
@@ -107,10 +90,15 @@ def read_idx(path: str | Path, limit: int = MAX_FILE_BYTES) -> Tensor:
     shape = tuple(int.from_bytes(raw[4 + 4 * k : 8 + 4 * k], "big") for k in range(rank))
     if not 1 <= rank <= 4:
         raise DataError(f"{path} states {rank} dimensions, which no file of images or labels has")
-    expected = header + math.prod(shape)
+    return _after_header(path, raw, header, shape, np.dtype("u1"))
+
+
+def _after_header(path: Path, raw: bytes, header: int, shape: tuple[int, ...], kind: np.dtype[Any]) -> Tensor:
+    expected = header + kind.itemsize * math.prod(shape)
     if len(raw) != expected:
         raise DataError(f"{path} is truncated or padded: {len(raw)} bytes, its header promises {expected}")
-    return torch.from_numpy(np.frombuffer(raw, np.uint8, offset=header).reshape(shape).copy())
+    values = np.frombuffer(raw, kind, offset=header).reshape(shape)
+    return torch.from_numpy(values.astype(kind.newbyteorder("=")))
 
 
 def idx_pair(folder: Path, stem: str) -> tuple[Path, Path] | None:
@@ -611,12 +599,6 @@ def read_norb_matrix(file: str | Path) -> Tensor:
         raise DataError(
             f"{path} is not a NORB matrix of bytes or integers (its first bytes are {raw[:4].hex() or 'missing'})"
         )
-    kind = _NORB_TYPES[magic]
     header = 8 + 4 * max(rank, 3)  # at least three sizes are stored
     shape = tuple(int.from_bytes(raw[8 + 4 * k : 12 + 4 * k], "little") for k in range(rank))
-    expected = header + kind.itemsize * math.prod(shape)
-    if len(raw) != expected:
-        raise DataError(f"{path} is truncated or padded: {len(raw)} bytes, its header promises {expected}")
-    return torch.from_numpy(
-        np.frombuffer(raw, kind, offset=header).reshape(shape).astype(kind.newbyteorder("="))
-    )
+    return _after_header(path, raw, header, shape, _NORB_TYPES[magic])

@@ -29,8 +29,6 @@ from capszoo.images import IMAGE_SUFFIXES
 from .errors import DataError
 from .readers import MAX_LABEL
 
-__all__ = ["ShardIndex", "expand_shards", "read_index", "read_member", "shards_of_split"]
-
 _BLOCK = 512  # block size of a tar file
 _MAX_LABEL_BYTES = 2**20
 _MAX_NAME = 200  # characters of a class name
@@ -173,14 +171,6 @@ def read_index(paths: Sequence[Path], threads: int = 1) -> ShardIndex:
 
 def _cache_file(paths: Sequence[Path]) -> Path | None:
     """File of the cache for an index; None without a folder for the cache."""
-    key = _key(paths)
-    try:
-        return cache_folder() / "shards" / f"{key}.npz"
-    except CapszooError:
-        return None
-
-
-def _key(paths: Sequence[Path]) -> str:
     try:
         stats = [path.stat() for path in paths]
     except OSError as error:
@@ -188,7 +178,11 @@ def _key(paths: Sequence[Path]) -> str:
     rows = [
         f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns}" for path, stat in zip(paths, stats, strict=True)
     ]
-    return hashlib.sha256("\n".join(rows).encode("utf-8", "surrogateescape")).hexdigest()
+    key = hashlib.sha256("\n".join(rows).encode("utf-8", "surrogateescape")).hexdigest()
+    try:
+        return cache_folder() / "shards" / f"{key}.npz"
+    except CapszooError:
+        return None
 
 
 def _read_cached(path: Path, paths: Sequence[Path]) -> ShardIndex | None:

@@ -28,8 +28,6 @@ from .roots import environment_roots, given_root
 from .sets import ImageSet, StreamedSet, sized
 from .specs import PREFIXES, DatasetSpec, Side, both_sides, dataset_spec
 
-__all__ = ["TEST_SEEDS", "load_dataset"]
-
 _IDX = {"train": "train", "test": "t10k"}
 _SYSTEM_FOLDERS = {"fashion_mnist": Path("/usr/share/datasets/fashion-mnist")}
 

@@ -10,27 +10,7 @@ from typing import TypeAlias
 from capszoo._utils.files import expanded
 from capszoo.errors import unknown_name
 
-from .errors import DataError
-
-__all__ = [
-    "DATASETS",
-    "Side",
-    "both_sides",
-    "shown_sides",
-    "PREFIXES",
-    "RESIZED",
-    "DatasetSpec",
-    "check_channels",
-    "check_name",
-    "dataset_spec",
-    "folder_name",
-    "is_data_set",
-    "is_text",
-    "list_sets",
-    "source_name",
-    "table_name",
-]
-
+from .errors import DataError, UnknownDataset
 
 #: Rows and columns of images, or the side of squares.
 Side: TypeAlias = "int | tuple[int, int]"
@@ -370,7 +350,7 @@ def check_name(name: str) -> str:
     if prefix and len(name) > len(prefix):
         return name
     if prefix:
-        raise DataError(f"'{name}' must be followed by: {PREFIXES[prefix]}")
+        raise UnknownDataset(f"'{name}' must be followed by: {PREFIXES[prefix]}")
     return dataset_spec(name).name
 
 
@@ -388,7 +368,7 @@ def dataset_spec(name: str) -> DatasetSpec:
         return DATASETS[name]
     if _prefix(name):
         raise DataError(f"what {name} holds is known once it is loaded")
-    raise DataError(unknown_name("data set", name, [*DATASETS, *(f"{prefix}…" for prefix in PREFIXES)]))
+    raise UnknownDataset(unknown_name("data set", name, [*DATASETS, *(f"{prefix}…" for prefix in PREFIXES)]))
 
 
 def list_sets() -> list[dict[str, str]]:

@@ -31,6 +31,7 @@ __all__ = [
     "Files",
     "Reading",
     "available_workers",
+    "folder_spec",
     "fetch_repository",
     "find_splits",
     "holds_classes",

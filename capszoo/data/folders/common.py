@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
@@ -23,28 +23,6 @@ from ..roots import environment_roots, given_root
 from ..sets import Decoder, ImageSet, Origin, StreamedSet, stored_sides
 from ..specs import DatasetSpec, Side, shown_sides
 
-__all__ = [
-    "MEMORY_LIMIT",
-    "SPLITS",
-    "SPLIT_NAMES",
-    "Decoded",
-    "Label",
-    "Reading",
-    "Source",
-    "available_workers",
-    "decode_or_stream",
-    "encode_labels",
-    "fits_memory",
-    "folder_spec",
-    "locate",
-    "look_alike",
-    "mean_cropped",
-    "open_source",
-    "sides",
-    "unreadable",
-    "usable_cores",
-]
-
 #: Bytes as uint8 up to which a set is held in memory.
 MEMORY_LIMIT = 2 * 2**30
 
@@ -56,22 +34,23 @@ SPLIT_NAMES = frozenset(name for names in SPLITS.values() for name in names)
 _IMAGENET_MEAN, _IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
-def locate(name: str, source: str, data: str | Path | None) -> Path:
-    """The folder below a data folder, or the one itself; that one first if no data folder is given.
+def locate(
+    name: str, source: str, data: str | Path | None, what: Literal["file", "folder"] = "folder"
+) -> Path:
+    """The folder or file below a data folder, or the one itself; that one first if no data folder is given.
 
     Raises:
         DataError: there is neither, or no folder ``data``.
     """
     itself = expanded(source)
-    places = (
-        [given_root(data) / source, itself]
-        if data
-        else [itself, *(root / source for root in environment_roots())]
-    )
-    folder = next((place for place in places if place.is_dir()), None)
-    if folder is None:
-        raise DataError(f"{name}: no such folder: {', '.join(dict.fromkeys(map(str, places)))}")
-    return folder
+    places = [itself, *(root / source for root in environment_roots())]
+    if data:
+        places = [given_root(data) / source, itself]
+    exists = Path.is_dir if what == "folder" else Path.is_file
+    found = next(filter(exists, places), None)
+    if found is None:
+        raise DataError(f"{name}: no such {what}: {', '.join(dict.fromkeys(map(str, places)))}")
+    return found
 
 
 def folder_spec(

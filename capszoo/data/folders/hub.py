@@ -19,8 +19,6 @@ from ..readers import LABEL_COLUMNS, image_below
 from ..sets import ImageSet, StreamedSet
 from .common import SPLITS, Label, Reading, encode_labels, locate, open_source
 
-__all__ = ["fetch_repository", "hub_splits", "open_hub"]
-
 
 @dataclass(frozen=True)
 class _Rows:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import unicodedata
 from collections import Counter
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from capszoo._utils.files import read_json_object
 from capszoo.errors import CapszooError
 from capszoo.images import Framing, files_below, is_hidden, is_visible_image
 
@@ -21,8 +21,6 @@ from ..sets import ImageSet, Origin, StreamedSet, sized
 from ..specs import DatasetSpec, is_text
 from ..summary import shown_suffixes, suffix_of
 from .common import SPLIT_NAMES, SPLITS, Decoded, Reading, decode_or_stream, look_alike, open_source
-
-__all__ = ["Files", "holds_classes", "open_h_imagenet", "open_images", "split_folder"]
 
 #: Names, in lower case, that mean a split; only those of ``SPLIT_NAMES`` are read as one.
 _SPLIT_WORDS = SPLIT_NAMES | {
@@ -301,9 +299,9 @@ def open_h_imagenet(
     if folder is None:
         raise DataError(f"{spec.title} not found in any data folder: {spec.remedy}")
     try:
-        manifest = json.loads((folder / "h_imagenet.json").read_text(encoding="utf-8"))
+        manifest = read_json_object(folder / "h_imagenet.json")
         expected = manifest["counts"]["train" if split == "train" else "val"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (KeyError, TypeError) as error:
         raise DataError(f"{folder / 'h_imagenet.json'} is damaged ({error}): build the set again") from error
     images = open_images(spec.name, folder, split, reading, spec)
     if not reading.skipped and len(images) != expected:

@@ -15,8 +15,6 @@ from ..errors import DataError
 from ..readers import idx_pair, parquet_label_names, read_idx_pair, read_labelled_parquet, survey_parquet
 from .common import SPLITS, Reading, encode_labels, fits_memory, mean_cropped, sides
 
-__all__ = ["parquet_shards", "read_idx", "read_packed_parquet"]
-
 
 class Packed(NamedTuple):
     """A split read from single files.

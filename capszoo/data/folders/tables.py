@@ -10,18 +10,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from capszoo._utils.files import expanded
 from capszoo.errors import CapszooError
 from capszoo.images import files_below, is_visible_image
 
 from ..errors import DataError
 from ..readers import LABEL_COLUMNS
-from ..roots import environment_roots, given_root
 from ..sets import ImageSet, Origin, StreamedSet
-from .common import SPLITS, Reading, encode_labels, open_source
+from .common import SPLITS, Reading, encode_labels, locate, open_source
 from .images import Files
-
-__all__ = ["open_table", "table_splits"]
 
 _FILE_COLUMNS = ("file_name", "filename", "file", "path", "image", "img", "image_id", "id", "id_code", "name")
 _SPLIT_COLUMNS = ("split", "set", "subset")
@@ -33,17 +29,6 @@ class _Row:
     file: str
     label: str
     split: str
-
-
-def _locate(name: str, source: str, data: str | Path | None) -> Path:
-    """The table, below a data folder or as a path."""
-    roots = [given_root(data)] if data else environment_roots()
-    places = [root / source for root in roots]
-    places.insert(len(places) if data else 0, expanded(source))
-    table = next((place for place in places if place.is_file()), None)
-    if table is None:
-        raise DataError(f"{name}: no such file: {', '.join(dict.fromkeys(map(str, places)))}")
-    return table
 
 
 def _read(table: Path, files: _Files | None = None) -> list[_Row]:
@@ -142,14 +127,14 @@ def _splits(rows: Sequence[_Row]) -> dict[str, list[_Row]]:
 
 def table_splits(name: str, source: str, data: str | Path | None) -> set[str]:
     """Which of train, val and test a table has."""
-    return set(_splits(_read(_locate(name, source, data)))) & SPLITS.keys()
+    return set(_splits(_read(locate(name, source, data, "file")))) & SPLITS.keys()
 
 
 def open_table(
     name: str, source: str, split: str, data: str | Path | None, reading: Reading
 ) -> ImageSet | StreamedSet:
     """A split of the images that a table names; without a column of splits all are training images."""
-    table = _locate(name, source, data)
+    table = locate(name, source, data, "file")
     files = _Files(table.parent)
     parts = _splits(_read(table, files))
     part = next((key for key in (split, *(["val"] if split == "test" else [])) if key in parts), None)

@@ -16,8 +16,6 @@ from ..sets import ImageSet, StreamedSet
 from ..shards import ShardIndex, expand_shards, read_index, read_member, shards_of_split
 from .common import SPLIT_NAMES, SPLITS, Reading, available_workers, encode_labels, locate, open_source
 
-__all__ = ["find_shards", "open_shards"]
-
 
 @dataclass(frozen=True)
 class _Members:
