@@ -13,10 +13,9 @@ from PIL import Image
 from timm.models import save_for_hf
 
 import capszoo
-from capszoo.data import DataError, load_dataset
 from capszoo.errors import UsageError
 from capszoo.images import fit_drawing, flatten, looks_inverted, pad_to
-from capszoo.preprocess import ImageTransform, model_transform, to_mode
+from capszoo.preprocess import ImageTransform, model_transform
 from tests.support import load_script, packed
 from tests.support.command import write_run
 from tests.support.errors import refuses
@@ -122,25 +121,6 @@ def test_transparency() -> None:
     assert flatten(grey, "black", 1) == (grey, "")
 
 
-def test_folders_are_read_alike(tmp_path: Path) -> None:
-    """Transparent digits of a folder give pictures that differ, as `predict` sees them."""
-    drawn = np.zeros((28, 28, 4), np.uint8)
-    for kind in ("a", "b"):
-        (tmp_path / "train" / kind).mkdir(parents=True)
-        for number in range(2):
-            copy = drawn.copy()
-            copy[5 + number : 20, 5 : 8 + 8 * (kind == "b"), 3] = 255
-            Image.fromarray(copy).save(tmp_path / "train" / kind / f"{number}.png")
-    found = load_dataset(f"imagefolder:{tmp_path}", "train", size=28, resize=28)
-    files = sorted((tmp_path / "train").rglob("*.png"))
-    channels = found.spec.input_size[0]
-    for tensor, file in zip(found.images, files, strict=True):
-        with Image.open(file) as image:
-            seen = np.asarray(to_mode(image, channels))
-        assert seen.min() == 0 and seen.max() == 255
-        np.testing.assert_array_equal(tensor.permute(1, 2, 0).squeeze(-1).numpy(), seen)
-
-
 def test_the_note_on_inverted_images_needs_the_image_and_its_own_mean(root: Path) -> None:
     image = Image.fromarray(255 - packed(root, "mnist").images[0, 0].numpy())
     for fit in (False, True):  # a fitted drawing is on black
@@ -169,16 +149,6 @@ def test_the_note_on_inverted_images_never_fires_on_test_images(root: Path) -> N
         assert looks_inverted(Image.fromarray(255 - image), (0.1307,))
     garments = packed(root, "fashion_mnist").images[:, 0].numpy()
     assert sum(bool(looks_inverted(Image.fromarray(image), (0.286,))) for image in garments) <= 2
-
-
-@pytest.mark.slow
-def test_the_note_never_fires_on_all_of_mnist() -> None:
-    try:
-        images = load_dataset("mnist", "test").images[:, 0].numpy()
-    except DataError as error:
-        pytest.skip(str(error))
-    assert len(images) == 10_000
-    assert not any(looks_inverted(Image.fromarray(image), (0.1307,)) for image in images)
 
 
 def test_fit_undoes_shift_and_scale(root: Path) -> None:
