@@ -10,6 +10,7 @@ import sys
 import time
 import zlib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -73,6 +74,9 @@ def _gallery(folder: Path) -> list[Path]:
     colour = rng.integers(0, 256, (41, 30, 3), dtype=np.uint8)
     pictures = {
         "drawn.png": Image.fromarray(drawn),
+        "white.png": Image.fromarray(drawn | np.array([255, 255, 255, 0], np.uint8)),
+        "noise.png": Image.fromarray(rng.integers(0, 256, (31, 45, 4), dtype=np.uint8)),
+        "bright.png": Image.new("L", (40, 40), 240),
         "grey.png": Image.fromarray(grey),
         "rgb.png": Image.fromarray(colour),
         "one.png": Image.fromarray(grey).convert("1"),
@@ -89,6 +93,7 @@ def _gallery(folder: Path) -> list[Path]:
     }
     for name, picture in pictures.items():
         picture.save(folder / name)
+    Image.fromarray(grey).convert("P").save(folder / "key.png", transparency=7)
     twelve = Image.fromarray(rng.integers(0, 4096, (45, 33), dtype=np.uint16))
     twelve.save(folder / "twelve.tif", tiffinfo={281: 4095})  # MaxSampleValue
     turned = Image.fromarray(grey)
@@ -112,6 +117,20 @@ def test_a_bundle_opens_images_as_the_package_does(
         ours, theirs = transform(open_image(path)).numpy(), infer.preprocess(path, _spec(transform))
         assert np.array_equal(ours, theirs.astype(np.float32)), path.name
     assert infer.MAX_PIXELS == images.MAX_PIXELS
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize(
+    "options", [{}, {"invert": True}, {"fit": True}, {"background": "white"}, {"invert": True, "fit": True}]
+)
+def test_a_bundle_has_the_options_of_the_package(infer, tmp_path: Path, channels: int, options: dict) -> None:
+    for size, objects in (((28, 28), None), ((40, 40), (28, 28))):
+        trained = ImageTransform(channels, size, (0.1,) * channels, (0.3,) * channels, object_size=objects)
+        for path in _gallery(tmp_path):
+            view, notes = replace(trained, **options).read(open_image(path))
+            pixels, said = infer.read(path, _spec(trained), **options)
+            np.testing.assert_allclose(pixels, trained.normalise(view).numpy(), atol=1e-6)
+            assert said == list(notes)
 
 
 def test_floats_of_either_range_are_the_same_picture(infer, tmp_path: Path) -> None:

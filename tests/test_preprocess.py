@@ -45,27 +45,6 @@ def test_normalisation_and_back() -> None:
     assert t.restore(tensor)[:, 0, 0].tolist() == pytest.approx([1.0, 0.0, 0.2], abs=1e-6)
 
 
-@pytest.mark.parametrize("given", [(16, 8), (8, 16), (31, 17), (3, 5)])
-def test_the_shorter_side_fits_and_the_middle_is_kept(given: tuple[int, int]) -> None:
-    width, height = given
-    rows, columns = np.mgrid[0:height, 0:width]
-    for ramp in (rows / (height - 1), columns / (width - 1)):  # the middle of a ramp is one half
-        tensor = transform()(Image.fromarray((ramp * 255).astype(np.uint8)))[0]
-        assert tensor.shape == (8, 8) and tensor.mean().item() == pytest.approx(0.5, abs=0.06)
-    spread = transform()(Image.fromarray((rows / (height - 1) * 255).astype(np.uint8)))[0]
-    # the whole of the shorter side is kept, of the longer side as much as is square
-    kept = min(1.0, width / height)
-    assert (spread.max() - spread.min()).item() == pytest.approx(kept, abs=0.2)
-
-
-def test_non_square_input_and_crop() -> None:
-    assert transform(3, (6, 10))(Image.new("RGB", (40, 40))).shape == (3, 6, 10)
-    pixels = np.zeros((16, 16), dtype=np.uint8)
-    pixels[:2] = 255
-    assert transform(crop_pct=0.5)(Image.fromarray(pixels)).max() == 0  # the edge is cropped away
-    assert transform()(Image.fromarray(pixels)).max() > 0.8
-
-
 @pytest.mark.parametrize("mode", ["1", "L", "P", "RGB", "RGBA", "LA", "CMYK"])
 def test_modes(mode: str) -> None:
     white = Image.new("RGB", (8, 8), "white").convert(mode)

@@ -53,54 +53,6 @@ def test_infer_py_reads_the_disguises_too(disguises, tmp_path: Path) -> None:  #
         assert disguises.right_by_infer(bundle, disguises.write(tmp_path / how, how), option) >= 9, how
 
 
-def _pictures() -> list[Image.Image]:
-    noise = np.random.default_rng(0).integers(0, 256, (31, 45, 4), dtype=np.uint8)
-    drawn = np.zeros((50, 40, 4), np.uint8)
-    drawn[10:30, 8:20, 3] = 200
-    white = drawn.copy()
-    white[..., :3] = 255
-    grey_alpha = Image.fromarray(noise[..., :2].copy(), "LA")
-    palette = Image.fromarray(noise[..., 0]).convert("P")
-    palette.info["transparency"] = 7
-    bright = Image.new("L", (40, 40), 240)
-    ink = bright.copy()
-    ink.paste(10, (10, 8, 20, 30))
-    return [
-        *(Image.fromarray(array) for array in (noise, drawn, white, noise[..., :3])),
-        grey_alpha,
-        palette,
-        bright,
-        ink,
-        Image.effect_noise((28, 28), 80),
-        Image.effect_noise((40, 40), 80),
-    ]
-
-
-@pytest.mark.parametrize("channels", [1, 3])
-@pytest.mark.parametrize(
-    "options", [{}, {"invert": True}, {"fit": True}, {"background": "white"}, {"invert": True, "fit": True}]
-)
-def test_infer_py_reads_as_the_package(root: Path, tmp_path: Path, channels: int, options: dict) -> None:
-    infer = load_script(root / "export" / "bundle" / "infer.py")
-    background = options.get("background", "black")
-    for size, objects in (((28, 28), None), ((40, 40), (28, 28))):
-        mean, std = (0.1,) * channels, (0.3,) * channels
-        settings = {"invert": False, "fit": False} | {k: v for k, v in options.items() if k != "background"}
-        ours = ImageTransform(
-            channels, size, mean, std, background=background, object_size=objects, **settings
-        )
-        spec = dict(channels=channels, size=size, object_size=objects, mean=mean, std=std, crop_pct=1.0)
-        spec |= dict(interpolation="bilinear", dtype="float32", background="black")
-        for number, picture in enumerate(_pictures()):
-            picture.save(tmp_path / f"{number}.png")
-            with Image.open(tmp_path / f"{number}.png") as file:
-                file.load()
-                view, notes = ours.read(file)
-            pixels, said = infer.read(tmp_path / f"{number}.png", spec, **options)
-            np.testing.assert_allclose(pixels, ours.normalise(view).numpy(), atol=1e-6)
-            assert said == list(notes)
-
-
 def test_transparency() -> None:
     drawn = np.zeros((20, 20, 4), np.uint8)
     drawn[5:15, 5:15, 3] = 255

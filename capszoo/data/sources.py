@@ -42,7 +42,6 @@ _FIRST_LABELS = {
     ("fashion_mnist", "test"): (9, 2, 1, 1, 6),
 }
 
-_NORB_STEMS = {"train": "training", "test": "testing"}
 # Columns of smallNORB's info: instance, elevation (0 to 8), azimuth (tens of degrees), lighting.
 _NORB_TRAINED = {
     "smallnorb_azimuth": (2, (30, 32, 34, 0, 2, 4)),
@@ -79,7 +78,7 @@ def _read_cifar(spec: DatasetSpec, split: str, folder: Path) -> tuple[Tensor, Te
 
 def _read_norb(spec: DatasetSpec, split: str, folder: Path) -> tuple[Tensor, Tensor] | None:
     """Images [n, 2, 96, 96] and labels of smallNORB; for its viewpoint sets, only the images that belong to them."""
-    stem = _NORB_STEMS["train" if split == "train" else "test"]
+    stem = "training" if split == "train" else "testing"
     paths = {
         kind: next(iter(sorted(folder.glob(f"smallnorb-*-{stem}-{kind}.mat*"))), None)
         for kind in ("dat", "cat", "info")

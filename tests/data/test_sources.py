@@ -89,14 +89,12 @@ def test_errors_are_one_line_with_a_remedy(
 
 
 def test_validation_split() -> None:
-    spec = dataset_spec("mnist")
     images = torch.arange(100, dtype=torch.uint8).view(100, 1, 1, 1)
-    whole = ImageSet(spec, "train", images, torch.arange(100) % 10)
-    rest, held_out = split_validation(whole, 30, seed=0)
+    whole = ImageSet(dataset_spec("mnist"), "train", images, torch.arange(100) % 10)
+    (rest, held_out), again, other = (split_validation(whole, 30, seed=seed) for seed in (0, 0, 1))
     assert (len(rest), len(held_out)) == (70, 30) and held_out.split == "validation"
-    assert sorted(rest.images.flatten().tolist() + held_out.images.flatten().tolist()) == list(range(100))
-    assert torch.equal(held_out.images, split_validation(whole, 30, seed=0)[1].images)
-    assert not torch.equal(held_out.images, split_validation(whole, 30, seed=1)[1].images)
+    assert sorted(torch.cat((rest.images, held_out.images)).flatten().tolist()) == list(range(100))
+    assert torch.equal(held_out.images, again[1].images) and not torch.equal(held_out.images, other[1].images)
     assert torch.equal(rest.images.flatten() % 10, rest.labels)
     assert len(split_validation(whole, 0)[1]) == 0
     with refuses(DataError, names=["100", "carved"]):

@@ -143,21 +143,12 @@ class Inputs:
         )
         self.npz = (folder / "golden.npz").read_bytes()
         needed = ("model.onnx", "reference.npz", "preprocess.json", "labels.txt", "infer.py")
+        model = {"source": "", "state_sha256": "0" * 64, "outputs": ["scores"], "routing_iters_asked": None}
         self.manifest = {
-            "schema": 1,
-            "name": "toy",
-            "model": {
-                "source": "",
-                "state_sha256": "0" * 64,
-                "outputs": ["scores"],
-                "routing_iters_asked": None,
-            },
-            "opset": 20,
+            **{"schema": 1, "name": "toy", "model": model, "opset": 20, "labels": ["a", "b"], "engines": {}},
             "input": {"channels": 1, "size": [28, 28], "dtype": "float32"},
             "outputs": [{"name": "scores"}],
             "precision": {"model": "fp32"},
-            "labels": ["a", "b"],
-            "engines": {},
             "files": dict.fromkeys(needed, "0" * 64),
             "tolerance": 1e-4,
             "batch": {"min": 1, "usual": 8, "max": 32},

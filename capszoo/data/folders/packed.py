@@ -33,7 +33,7 @@ class Packed(NamedTuple):
     labels: Tensor
     label_names: Sequence[str]
     size: tuple[int, int] | None = None
-    cropped: float | None = None
+    cropped: float | None = 0.0
     value_range: ValueRange | None = None
     notes: tuple[str, ...] = ()
 
