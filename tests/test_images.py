@@ -210,41 +210,35 @@ def test_a_jpeg_has_the_same_pixels_at_any_scale(tmp_path: Path, width: int, sid
         assert open_image(tmp_path / "a.jpg", 3, side=width // 20).width < whole.width
 
 
-def test_postscript_is_not_handed_to_ghostscript(
-    infer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from PIL import EpsImagePlugin
-
-    def run(*_: object, **__: object) -> None:
-        raise AssertionError("Ghostscript was started")
-
-    monkeypatch.setattr(EpsImagePlugin, "Ghostscript", run)
-    path = tmp_path / "digit.png"
-    path.write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\nshowpage\n%%EOF\n")
-    for read in (open_image, infer.open_image):
-        with pytest.raises((CapszooError, ValueError), match="in PostScript"):
-            read(path)
-    assert look_at_set(lambda _: (path, path), 1).sizes == ((8, 8),), "reads the header alone"
-
-
-def test_an_image_within_an_image_is_not_opened(
-    infer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An IPTC file is a wrapper: Pillow would open what is inside with every format, PostScript too."""
+def test_files_that_pillow_may_not_open(infer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pillow hands PostScript to Ghostscript, opens what is inside of an IPTC file with every format, and decodes an
+    icon when it opens it, whose directory may state 16x16 for a PNG of any size."""
 
     def field(record: int, number: int, value: bytes) -> bytes:
         return bytes((0x1C, record, number)) + struct.pack(">H", len(value)) + value
 
-    inner = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\nshowpage\n%%EOF\n"
+    script = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\nshowpage\n%%EOF\n"
     size = struct.pack(">H", 8)
     head = field(3, 60, b"\1\0") + field(3, 20, size) + field(3, 30, size) + field(3, 120, b"\5")
-    path = tmp_path / "wrapped.png"
-    path.write_bytes(head + field(8, 10, inner))
+    png = _png(tmp_path / "bomb.png", 13_000, 13_000).read_bytes()
+    entry = struct.pack("<BBBBHHII", 16, 16, 0, 0, 1, 32, len(png), 22)
     Image.init()
     assert Image.OPEN["IPTC"], "the test is of a format that Pillow has"
-    for read, error in ((open_image, CapszooError), (infer.open_image, OSError)):
-        with pytest.raises(error, match="not an image|cannot identify"):
-            read(path)
+    monkeypatch.setattr(
+        "PIL.EpsImagePlugin.Ghostscript", lambda *_, **__: pytest.fail("Ghostscript was started")
+    )
+    monkeypatch.setattr("PIL.PngImagePlugin.PngImageFile.load", lambda _: pytest.fail("decoded"))
+    path = tmp_path / "digit.png"
+    for content, message, sizes in (
+        (script, "in PostScript", ((8, 8),)),  # its header alone is read
+        (head + field(8, 10, script), "not an image|cannot identify", ()),
+        (struct.pack("<HHH", 0, 1, 1) + entry + png, "not an image|cannot identify", ()),
+    ):
+        path.write_bytes(content)
+        for read in (open_image, infer.open_image):
+            with pytest.raises((CapszooError, ValueError, OSError), match=message):
+                read(path)
+        assert look_at_set(lambda _: (path, path), 1).sizes == sizes
     assert infer.FORMATS == [*images.FORMATS, "EPS"]
 
 
@@ -316,23 +310,6 @@ def test_too_many_pixels_are_refused_before_they_are_decoded(
     huge = _png(tmp_path / "huge.png", 80_000_000, 1)
     with refuses(CapszooError, names=["64,000,000", "pixels"]):
         open_image(huge)
-
-
-def test_icons_are_refused_before_pillow_decodes_them(
-    infer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Pillow decodes an icon when it opens it: its directory may state 16x16 for a PNG of any size."""
-    png = _png(tmp_path / "bomb.png", 13_000, 13_000).read_bytes()
-    entry = struct.pack("<BBBBHHII", 16, 16, 0, 0, 1, 32, len(png), 22)
-    icon = tmp_path / "bomb.ico"
-    icon.write_bytes(struct.pack("<HHH", 0, 1, 1) + entry + png)
-    decoded = []
-    monkeypatch.setattr("PIL.PngImagePlugin.PngImageFile.load", lambda self: decoded.append(self))
-    for read, error in ((open_image, CapszooError), (infer.open_image, OSError)):
-        with pytest.raises(error):
-            read(icon)
-    assert look_at_set(lambda _: (icon, "a table"), 1).sizes == ()
-    assert not decoded
 
 
 def test_folders_are_read_whole_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -269,18 +269,6 @@ def test_an_image_that_cannot_be_decoded_is_named_or_left_out(tmp_path: Path) ->
     assert len(kept) == 2 and kept.labels.tolist() == [0, 1] and "1.png" in skipped[0]
 
 
-def test_nothing_is_unpickled(tmp_path: Path) -> None:
-    class Trap:
-        def __reduce__(self) -> tuple[object, ...]:
-            return os.mkdir, (str(tmp_path / "sprung"),)
-
-    trap = pickle.dumps(Trap())
-    members = {**GOOD, "0.pyd": trap, "0.pickle": trap, "0.pth": trap, "0.npy": trap}
-    write_tar(tmp_path / "set" / "train-000000.tar", {**members, "1.png": png(), "1.cls": b"1"})
-    (whole,) = opened(tmp_path / "set").read([torch.arange(2)])
-    assert whole.shape == (2, 1, 12, 12) and not (tmp_path / "sprung").exists()
-
-
 @pytest.mark.slow
 def test_shards_of_the_library_webdataset_are_read(tmp_path: Path) -> None:
     webdataset = pytest.importorskip(
