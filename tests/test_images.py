@@ -148,6 +148,7 @@ def test_floats_of_either_range_are_the_same_picture(infer, tmp_path: Path) -> N
 
 def test_readers_open_images_as_predict_does(tmp_path: Path) -> None:
     for path in _gallery(tmp_path):
+        assert look_at_set(lambda _, path=path: (path, path), 1).sizes == (open_image(path).size,)
         for mode, channels in (("L", 1), ("RGB", 3)):
             read = decode_image(path.read_bytes(), mode, path.name)
             assert np.array_equal(read, np.asarray(open_image(path, channels))), path.name

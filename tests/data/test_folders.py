@@ -138,6 +138,10 @@ def test_an_unknown_home_folder_is_a_folder_that_is_missing(
         load_dataset(f"imagefolder:{pictures.name}", "train", "~nobody-here/x")
     monkeypatch.setenv("CAPSZOO_DATA", os.pathsep.join(("~nobody-here", str(pictures.parent))))
     assert len(load_dataset(f"imagefolder:{pictures.name}", "train", size=8))
+    monkeypatch.chdir(pictures.parent)
+    put(pictures / "below", f"{pictures.name}/x", f"{pictures.name}/y")
+    below = load_dataset(f"imagefolder:{pictures.name}", "train", pictures / "below", size=8)
+    assert below.spec.label_names == ("x", "y"), "a given data folder goes before the current one"
 
 
 def test_imagefolder_mistakes(pictures: Path) -> None:
@@ -352,11 +356,8 @@ def test_unreadable_images_are_left_out(
     skipped: list[str] = []
     found = load_dataset(name, "train", size=14, skipped=skipped)
     assert len(found.fingerprint()) == 64
-    assert [line.partition(": ")[0].rpartition("train/")[2] for line in skipped] == [
-        "cat/1.jpg",
-        "dog/0.png",
-        "dog/5.bmp",
-    ]
+    bad = [line.partition(": ")[0].rpartition("train/")[2] for line in skipped]
+    assert bad == ["cat/1.jpg", "dog/0.png", "dog/5.bmp"]
     rest = whole.subset(torch.tensor([0, 2, 3, 4, 5, *range(7, 11)]))
     for batch, expected in zip(Batches(found, 5).epoch(), Batches(rest, 5).epoch(), strict=True):
         assert torch.equal(batch.pixels, expected.pixels) and torch.equal(batch.labels, expected.labels)

@@ -122,7 +122,7 @@ def test_svhn(tmp_path: Path, rng: np.random.Generator) -> None:
     path.write_bytes(path.read_bytes()[:-3])
     with refuses(DataError, names=["MATLAB", "5"]):
         read_svhn_mat(path)
-    for wrong in (np.nan, 1.5):
+    for wrong in (np.nan, np.inf, 1.5):
         savemat(path, {"X": images.transpose(1, 2, 3, 0), "y": np.array([[wrong]] * 5)})
         with refuses(DataError, names=["MATLAB", "5"]):
             read_svhn_mat(path)
