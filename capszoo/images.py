@@ -195,22 +195,7 @@ def pixel_limit() -> int:
 
 #: Pillow's formats that are read. Others open further files inside (IPTC), run programs (EPS, refused by its name), or
 #: decode before their size can be refused (icons).
-FORMATS = (
-    "PNG",
-    "JPEG",
-    "MPO",
-    "BMP",
-    "DIB",
-    "GIF",
-    "WEBP",
-    "TIFF",
-    "PPM",
-    "JPEG2000",
-    "AVIF",
-    "TGA",
-    "PCX",
-    "SGI",
-)
+FORMATS = tuple("PNG JPEG MPO BMP DIB GIF WEBP TIFF PPM JPEG2000 AVIF TGA PCX SGI".split())
 
 
 @cache

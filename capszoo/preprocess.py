@@ -59,15 +59,6 @@ __all__ = [
 #: One image: a file's path, a picture, or an array (see ``as_image``).
 ImageLike: TypeAlias = "str | Path | Image.Image | np.ndarray | Tensor"
 
-_RESAMPLING = {
-    "nearest": Image.Resampling.NEAREST,
-    "bilinear": Image.Resampling.BILINEAR,
-    "bicubic": Image.Resampling.BICUBIC,
-    "lanczos": Image.Resampling.LANCZOS,
-    "box": Image.Resampling.BOX,
-    "hamming": Image.Resampling.HAMMING,
-}
-
 
 def is_image_like(value: object) -> bool:
     """True if a value is one image, not several: a path, a picture, an array."""
@@ -173,7 +164,7 @@ class ImageTransform:
             image = invert(image) if self.invert else image
             whole = (image.height, image.width) == self.size
             size = self.size if self.object_size is None or (whole and not self.fit) else self.object_size
-            resampling = _RESAMPLING[self.interpolation]
+            resampling = Image.Resampling[self.interpolation.upper()]
             cropped = resize_and_crop(image, size, self.crop_pct, resampling, self.crop_mode, self.mean)
             # judged before it is fitted, which puts it on black
             bright = "" if self.invert or self.inherited_mean else looks_inverted(cropped, self.mean)
@@ -225,15 +216,14 @@ def model_transform(
     trained_on = tuple((cfg.get("input_size") or (0, 0, 0))[-2:])
     objects = tuple(own.get("object_size") or ()) if trained_on == (height, width) else ()
     trained_background = own.get("background") or default_background(channels)
-    interpolation = str(cfg.get("interpolation") or "bilinear")
+    interpolation = str(cfg.get("interpolation") or "")
     return ImageTransform(
         channels=channels,
         size=(height, width),
         mean=per_channel(cfg.get("mean") or (0.0,), channels),
         std=per_channel(cfg.get("std") or (1.0,), channels),
-        interpolation=interpolation
-        if interpolation in _RESAMPLING
-        else "bilinear",  # such as timm's "random"
+        # not one of Pillow's: such as timm's "random"
+        interpolation=interpolation if interpolation.upper() in Image.Resampling.__members__ else "bilinear",
         crop_pct=float(cfg.get("crop_pct") or 1.0),
         background=background or trained_background,
         object_size=objects if objects and objects != (height, width) else None,

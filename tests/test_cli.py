@@ -49,7 +49,7 @@ def test_case_does_not_matter_to_a_filter_or_a_suggestion() -> None:
     assert succeeds("list", "MNIST") == succeeds("list", "mnist")
     assert succeeds("list", "*Cnn.Mnist", "--pretrained") == succeeds("list", "*cnn.mnist", "--pretrained")
     fails(2, "info", "IDPA_CNN", names=["idpa_cnn"])
-    fails(1, "data", "check", "MNIST", names=["MNIST", "mnist"])
+    fails(2, "data", "check", "MNIST", names=["MNIST", "mnist"])
 
 
 def test_list_shows_size_data_and_accuracy_and_finds_tags() -> None:

@@ -415,7 +415,7 @@ def test_data(tmp_path: Path) -> None:
     rows = json.loads(succeeds("data", "list", "--json"))
     assert {"mnist", "cifar10", "imagefolder:…"} <= {row["name"] for row in rows}
     assert "60,000" in succeeds("data", "list")
-    fails(1, "data", "check", "mnst", names=["mnst", "mnist"])
+    fails(2, "data", "check", "mnst", names=["mnst", "mnist"])
     fails(1, "data", "fetch", "h_imagenet", "--to", tmp_path, names=["fetched"])
     fails(2, "data", "h-imagenet", tmp_path, tmp_path / "out", names=["--accuracies", "--weights"])
 

@@ -261,7 +261,7 @@ def test_eval_errors(tiny_mnist: Path, trained: Path, tmp_path: Path) -> None:
     fails(1, "eval", trained, *data, names=["--dataset", "NAME"])
     line = fails(1, "eval", trained, *data, "--dataset", "mnist")
     assert "'0'" in line and "'ant', 'bee', 'cat'" in line and "--skip-unknown" in line
-    fails(1, "eval", MODEL, *data, "--dataset", "mnst", names=["mnist"])
+    fails(2, "eval", MODEL, *data, "--dataset", "mnst", names=["mnist"])
     fails(1, "eval", MODEL, "--data", tmp_path / "missing", names=["folder"])
     fails(1, "eval", MODEL, *data, "--split", "dev", names=["dev"])
     fails(2, "eval", MODEL, *data, "--crops", "two", names=["two"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import struct
@@ -10,6 +9,8 @@ import subprocess
 import sys
 import time
 import zlib
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +30,7 @@ from capszoo.images import open_image, resize_and_crop, to_mode, upright_picture
 from capszoo.preprocess import ImageTransform
 from tests.support import load_script
 from tests.support.errors import refuses
+from tests.support.formats import write_image
 
 
 @pytest.fixture(scope="module")
@@ -36,20 +38,23 @@ def infer(root: Path):
     return load_script(root / "export" / "bundle" / "infer.py")
 
 
-def _png(path: Path, width: int, height: int, bits: bytes | None = None) -> Path:
-    """A grey PNG of one bit a pixel, all black, without ever holding its pixels."""
-
-    def chunk(kind: bytes, body: bytes) -> bytes:
-        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
-
-    row = b"\0" * (1 + (width + 7) // 8)
-    packer, packed = zlib.compressobj(9), []
-    for _ in range(height):
-        packed.append(packer.compress(row))
-    body = b"".join(packed) + packer.flush()
-    head = struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0)
-    path.write_bytes(b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", body) + chunk(b"IEND", b""))
+def _chunks(path: Path, *chunks: tuple[bytes, bytes]) -> Path:
+    """A PNG of these chunks, and of its end."""
+    body = b"".join(
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        for kind, data in (*chunks, (b"IEND", b""))
+    )
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + body)
     return path
+
+
+def _png(path: Path, width: int, height: int) -> Path:
+    """A grey PNG of one bit a pixel, all black, without ever holding its pixels."""
+    row = b"\0" * (1 + (width + 7) // 8)
+    packer = zlib.compressobj(9)
+    body = b"".join(packer.compress(row) for _ in range(height)) + packer.flush()
+    head = struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0)
+    return _chunks(path, (b"IHDR", head), (b"IDAT", body))
 
 
 def _spec(transform: ImageTransform) -> dict:
@@ -63,9 +68,15 @@ def _spec(transform: ImageTransform) -> dict:
 def _gallery(folder: Path) -> list[Path]:
     """Images of every mode and of odd sizes; one of them turned by its EXIF tag."""
     rng = np.random.default_rng(0)
+    drawn = np.zeros((28, 28, 4), np.uint8)
+    drawn[5:20, 5:8, 3] = 255  # black ink on nothing
     grey = rng.integers(0, 256, (37, 53), dtype=np.uint8)
     colour = rng.integers(0, 256, (41, 30, 3), dtype=np.uint8)
     pictures = {
+        "drawn.png": Image.fromarray(drawn),
+        "white.png": Image.fromarray(drawn | np.array([255, 255, 255, 0], np.uint8)),
+        "noise.png": Image.fromarray(rng.integers(0, 256, (31, 45, 4), dtype=np.uint8)),
+        "bright.png": Image.new("L", (40, 40), 240),
         "grey.png": Image.fromarray(grey),
         "rgb.png": Image.fromarray(colour),
         "one.png": Image.fromarray(grey).convert("1"),
@@ -82,6 +93,7 @@ def _gallery(folder: Path) -> list[Path]:
     }
     for name, picture in pictures.items():
         picture.save(folder / name)
+    Image.fromarray(grey).convert("P").save(folder / "key.png", transparency=7)
     twelve = Image.fromarray(rng.integers(0, 4096, (45, 33), dtype=np.uint16))
     twelve.save(folder / "twelve.tif", tiffinfo={281: 4095})  # MaxSampleValue
     turned = Image.fromarray(grey)
@@ -107,6 +119,20 @@ def test_a_bundle_opens_images_as_the_package_does(
     assert infer.MAX_PIXELS == images.MAX_PIXELS
 
 
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize(
+    "options", [{}, {"invert": True}, {"fit": True}, {"background": "white"}, {"invert": True, "fit": True}]
+)
+def test_a_bundle_has_the_options_of_the_package(infer, tmp_path: Path, channels: int, options: dict) -> None:
+    for size, objects in (((28, 28), None), ((40, 40), (28, 28))):
+        trained = ImageTransform(channels, size, (0.1,) * channels, (0.3,) * channels, object_size=objects)
+        for path in _gallery(tmp_path):
+            view, notes = replace(trained, **options).read(open_image(path))
+            pixels, said = infer.read(path, _spec(trained), **options)
+            np.testing.assert_allclose(pixels, trained.normalise(view).numpy(), atol=1e-6)
+            assert said == list(notes)
+
+
 def test_floats_of_either_range_are_the_same_picture(infer, tmp_path: Path) -> None:
     grey = np.random.default_rng(0).integers(0, 256, (20, 20), dtype=np.uint8)
     grey[0, 0] = 0
@@ -122,6 +148,7 @@ def test_floats_of_either_range_are_the_same_picture(infer, tmp_path: Path) -> N
 
 def test_readers_open_images_as_predict_does(tmp_path: Path) -> None:
     for path in _gallery(tmp_path):
+        assert look_at_set(lambda _, path=path: (path, path), 1).sizes == (open_image(path).size,)
         for mode, channels in (("L", 1), ("RGB", 3)):
             read = decode_image(path.read_bytes(), mode, path.name)
             assert np.array_equal(read, np.asarray(open_image(path, channels))), path.name
@@ -184,41 +211,35 @@ def test_a_jpeg_has_the_same_pixels_at_any_scale(tmp_path: Path, width: int, sid
         assert open_image(tmp_path / "a.jpg", 3, side=width // 20).width < whole.width
 
 
-def test_postscript_is_not_handed_to_ghostscript(
-    infer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from PIL import EpsImagePlugin
-
-    def run(*_: object, **__: object) -> None:
-        raise AssertionError("Ghostscript was started")
-
-    monkeypatch.setattr(EpsImagePlugin, "Ghostscript", run)
-    path = tmp_path / "digit.png"
-    path.write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\nshowpage\n%%EOF\n")
-    for read in (open_image, infer.open_image):
-        with pytest.raises((CapszooError, ValueError), match="in PostScript"):
-            read(path)
-    assert look_at_set(lambda _: (path, path), 1).sizes == ((8, 8),), "reads the header alone"
-
-
-def test_an_image_within_an_image_is_not_opened(
-    infer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An IPTC file is a wrapper: Pillow would open what is inside with every format, PostScript too."""
+def test_files_that_pillow_may_not_open(infer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pillow hands PostScript to Ghostscript, opens what is inside of an IPTC file with every format, and decodes an
+    icon when it opens it, whose directory may state 16x16 for a PNG of any size."""
 
     def field(record: int, number: int, value: bytes) -> bytes:
         return bytes((0x1C, record, number)) + struct.pack(">H", len(value)) + value
 
-    inner = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\nshowpage\n%%EOF\n"
+    script = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\nshowpage\n%%EOF\n"
     size = struct.pack(">H", 8)
     head = field(3, 60, b"\1\0") + field(3, 20, size) + field(3, 30, size) + field(3, 120, b"\5")
-    path = tmp_path / "wrapped.png"
-    path.write_bytes(head + field(8, 10, inner))
+    png = _png(tmp_path / "bomb.png", 13_000, 13_000).read_bytes()
+    entry = struct.pack("<BBBBHHII", 16, 16, 0, 0, 1, 32, len(png), 22)
     Image.init()
     assert Image.OPEN["IPTC"], "the test is of a format that Pillow has"
-    for read, error in ((open_image, CapszooError), (infer.open_image, OSError)):
-        with pytest.raises(error, match="not an image|cannot identify"):
-            read(path)
+    monkeypatch.setattr(
+        "PIL.EpsImagePlugin.Ghostscript", lambda *_, **__: pytest.fail("Ghostscript was started")
+    )
+    monkeypatch.setattr("PIL.PngImagePlugin.PngImageFile.load", lambda _: pytest.fail("decoded"))
+    path = tmp_path / "digit.png"
+    for content, message, sizes in (
+        (script, "in PostScript", ((8, 8),)),  # its header alone is read
+        (head + field(8, 10, script), "not an image|cannot identify", ()),
+        (struct.pack("<HHH", 0, 1, 1) + entry + png, "not an image|cannot identify", ()),
+    ):
+        path.write_bytes(content)
+        for read in (open_image, infer.open_image):
+            with pytest.raises((CapszooError, ValueError, OSError), match=message):
+                read(path)
+        assert look_at_set(lambda _: (path, path), 1).sizes == sizes
     assert infer.FORMATS == [*images.FORMATS, "EPS"]
 
 
@@ -243,18 +264,12 @@ def test_a_tile_that_is_larger_than_its_image(infer, tmp_path: Path, monkeypatch
 def test_16_bit_transparent_colour(infer, tmp_path: Path) -> None:
     """PNG's tRNS of 16-bit RGB: Pillow reads the pixels as 8 bits and leaves the colour as 16."""
     raw = b"".join(b"\0" + struct.pack(">6H", 0x1234, 0x5678, 0x9ABC, 0xFFFF, 0, 0) for _ in range(2))
-    chunks = (
-        (b"IHDR", struct.pack(">IIBBBBB", 2, 2, 16, 2, 0, 0, 0)),
-        (b"tRNS", struct.pack(">3H", 0x1234, 0x5678, 0x9ABC)),
-    )
-    body = b"".join(
-        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-        for kind, data in (*chunks, (b"IDAT", zlib.compress(raw)), (b"IEND", b""))
-    )
-    (tmp_path / "a.png").write_bytes(b"\x89PNG\r\n\x1a\n" + body)
+    head = struct.pack(">IIBBBBB", 2, 2, 16, 2, 0, 0, 0)
+    transparent = struct.pack(">3H", 0x1234, 0x5678, 0x9ABC)
+    path = _chunks(tmp_path / "a.png", (b"IHDR", head), (b"tRNS", transparent), (b"IDAT", zlib.compress(raw)))
     expected = [[[255, 255, 255], [255, 0, 0]]] * 2  # composited on white
-    assert np.asarray(open_image(tmp_path / "a.png", 3)).tolist() == expected
-    flat, _ = infer.flatten(infer.open_image(tmp_path / "a.png"), "white", 3)
+    assert np.asarray(open_image(path, 3)).tolist() == expected
+    flat, _ = infer.flatten(infer.open_image(path), "white", 3)
     assert np.asarray(flat.convert("RGB")).tolist() == expected
 
 
@@ -298,64 +313,25 @@ def test_too_many_pixels_are_refused_before_they_are_decoded(
         open_image(huge)
 
 
-def test_icons_are_refused_before_pillow_decodes_them(
-    infer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Pillow decodes an icon when it opens it: its directory may state 16x16 for a PNG of any size."""
-    png = _png(tmp_path / "bomb.png", 13_000, 13_000).read_bytes()
-    entry = struct.pack("<BBBBHHII", 16, 16, 0, 0, 1, 32, len(png), 22)
-    icon = tmp_path / "bomb.ico"
-    icon.write_bytes(struct.pack("<HHH", 0, 1, 1) + entry + png)
-    decoded = []
-    monkeypatch.setattr("PIL.PngImagePlugin.PngImageFile.load", lambda self: decoded.append(self))
-    for read, error in ((open_image, CapszooError), (infer.open_image, OSError)):
-        with pytest.raises(error):
-            read(icon)
-    assert look_at_set(lambda _: (icon, "a table"), 1).sizes == ()
-    assert not decoded
-
-
-class Listing:
-    """What `os.scandir` returns, in a chosen order."""
-
-    def __init__(self, entries: list[Any]) -> None:
-        self._entries = iter(entries)
-
-    def __iter__(self) -> Any:
-        return self._entries
-
-    def __next__(self) -> Any:
-        return next(self._entries)
-
-    def __enter__(self) -> Any:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-
 def test_folders_are_read_whole_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("photos/a.png", "photos/private/b.png", "elsewhere/c.png"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        _png(tmp_path / name, 4, 4)
+    for name in ("photos/a.png", "photos/private/b.png", "photos/.store/d.png", "elsewhere/c.png"):
+        write_image(tmp_path / name, np.zeros((4, 4), np.uint8))
     photos = tmp_path / "photos"
     (photos / "linked").symlink_to(tmp_path / "elsewhere")
     (photos / "private" / "above").symlink_to(photos)  # a loop
-    _png(tmp_path / "hidden.png", 4, 4)
-    (photos / ".store").mkdir()
-    (tmp_path / "hidden.png").rename(photos / ".store" / "d.png")
     (photos / "set").symlink_to(photos / ".store")
     (photos / "again").symlink_to(photos / "private")
-    listed = os.scandir
+    walk, listed = os.walk, os.scandir
     for backwards in (False, True):
 
-        def ordered(path: str, backwards: bool = backwards) -> Any:
-            return Listing(sorted(listed(path), key=lambda entry: entry.name, reverse=backwards))
+        def ordered(*args: Any, backwards: bool = backwards, **options: Any) -> Iterator[Any]:
+            for place, folders, files in walk(*args, **options):
+                folders.sort(reverse=backwards)
+                yield place, folders, files
 
-        monkeypatch.setattr(os, "scandir", ordered)
+        monkeypatch.setattr(os, "walk", ordered)
         found = [path.relative_to(photos).as_posix() for path in images.find_images([photos])]
         assert found == ["a.png", "linked/c.png", "private/b.png", "set/d.png"]
-    monkeypatch.setattr(os, "scandir", listed)
 
     def scandir(path: str) -> Any:
         if str(path).endswith("private"):
@@ -367,23 +343,11 @@ def test_folders_are_read_whole_or_refused(tmp_path: Path, monkeypatch: pytest.M
         images.find_images([photos])
 
 
-def test_a_remedy_that_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = _png(tmp_path / "small.png", 40, 30)
-    with refuses(CapszooError, names=["pixels", "scale"]):  # the variable would not change this limit
-        open_image(path, max_pixels=1000)
-
-    def refuse(*_: object, **__: object) -> None:
-        raise PermissionError(13, "Permission denied", str(path))
-
-    monkeypatch.setattr(Image, "open", refuse)
-    with refuses(CapszooError, names=["small.png"]):
-        open_image(path)
-
-
 def test_the_limit_is_an_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = _png(tmp_path / "small.png", 40, 30)
-    with refuses(CapszooError, names=["40x30", "1,000"]):
+    with refuses(CapszooError, names=["40x30", "1,000", "scale"]) as caught:
         open_image(path, max_pixels=1000)
+    assert "CAPSZOO_MAX_PIXELS" not in str(caught.value), "the variable would not change this limit"
     monkeypatch.setenv("CAPSZOO_MAX_PIXELS", "1000")
     with refuses(CapszooError, names=["1,000", "pixels"]):
         open_image(path)
@@ -403,7 +367,7 @@ def test_deep_images_are_converted_in_strips(monkeypatch: pytest.MonkeyPatch) ->
     assert np.array_equal(whole, np.rint(values / 65535.0 * 255).astype(np.uint8))
 
 
-def test_what_pillow_does_not_read_is_one_line(tmp_path: Path) -> None:
+def test_what_pillow_does_not_read_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lab, dds = tmp_path / "lab.tif", tmp_path / "odd.dds"
     Image.new("LAB", (20, 20)).save(lab)
     header = struct.pack("<4sII", b"DDS ", 124, 0x1007) + struct.pack("<5I", 8, 8, 0, 0, 0) + b"\0" * 44
@@ -420,11 +384,17 @@ def test_what_pillow_does_not_read_is_one_line(tmp_path: Path) -> None:
         open_image(tmp_path / "absent.png")
     with refuses(CapszooError, names=["folder"]):
         open_image(tmp_path)
-    buffer = io.BytesIO()
-    Image.effect_noise((30, 30), 50).save(buffer, "PNG")
-    for cut in (10, 40, 400):
+    whole = write_image(tmp_path / "a.png", np.asarray(Image.effect_noise((30, 30), 50))).read_bytes()
+    for content in (b"", b"hello", whole[:10], whole[:40], whole[:400]):
         with refuses(CapszooError, names=["image"]):
-            open_image(buffer.getvalue()[:cut])
+            open_image(content)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied", "a.png")
+
+    monkeypatch.setattr(Image, "open", refuse)
+    with refuses(CapszooError, names=["a.png", "permissions"]):
+        open_image(tmp_path / "a.png")
 
 
 def _grey(values: np.ndarray) -> Image.Image:
@@ -475,15 +445,7 @@ def test_floats_of_an_unknown_range_are_refused(infer, tmp_path: Path, extremes:
 def _colours_of_16_bits(path: Path, value: int) -> Path:
     head = struct.pack(">IIBBBBB", 8, 8, 16, 2, 0, 0, 0)
     body = zlib.compress((b"\0" + struct.pack(">H", value) * 24) * 8)
-    chunks = [(b"IHDR", head), (b"IDAT", body), (b"IEND", b"")]
-    path.write_bytes(
-        b"\x89PNG\r\n\x1a\n"
-        + b"".join(
-            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-            for kind, data in chunks
-        )
-    )
-    return path
+    return _chunks(path, (b"IHDR", head), (b"IDAT", body))
 
 
 def test_what_of_a_file_is_not_read_is_said(infer, tmp_path: Path) -> None:

@@ -45,38 +45,11 @@ def test_normalisation_and_back() -> None:
     assert t.restore(tensor)[:, 0, 0].tolist() == pytest.approx([1.0, 0.0, 0.2], abs=1e-6)
 
 
-@pytest.mark.parametrize("given", [(16, 8), (8, 16), (31, 17), (3, 5)])
-def test_the_shorter_side_fits_and_the_middle_is_kept(given: tuple[int, int]) -> None:
-    width, height = given
-    rows, columns = np.mgrid[0:height, 0:width]
-    for ramp in (rows / (height - 1), columns / (width - 1)):  # the middle of a ramp is one half
-        tensor = transform()(Image.fromarray((ramp * 255).astype(np.uint8)))[0]
-        assert tensor.shape == (8, 8) and tensor.mean().item() == pytest.approx(0.5, abs=0.06)
-    spread = transform()(Image.fromarray((rows / (height - 1) * 255).astype(np.uint8)))[0]
-    # the whole of the shorter side is kept, of the longer side as much as is square
-    kept = min(1.0, width / height)
-    assert (spread.max() - spread.min()).item() == pytest.approx(kept, abs=0.2)
-
-
-def test_non_square_input_and_crop() -> None:
-    assert transform(3, (6, 10))(Image.new("RGB", (40, 40))).shape == (3, 6, 10)
-    pixels = np.zeros((16, 16), dtype=np.uint8)
-    pixels[:2] = 255
-    assert transform(crop_pct=0.5)(Image.fromarray(pixels)).max() == 0  # the edge is cropped away
-    assert transform()(Image.fromarray(pixels)).max() > 0.8
-
-
 @pytest.mark.parametrize("mode", ["1", "L", "P", "RGB", "RGBA", "LA", "CMYK"])
 def test_modes(mode: str) -> None:
-    image = Image.new("L", (8, 8), 255).convert("RGB").convert(mode) if mode == "P" else None
-    image = image or Image.new("L", (8, 8), 255).convert("RGB").convert(mode)
+    white = Image.new("RGB", (8, 8), "white").convert(mode)
     for channels in (1, 3):
-        assert transform(channels)(image).min() > 0.99
-
-
-def test_sixteen_bits_are_scaled_not_clipped() -> None:
-    values = np.full((8, 8), 32768, dtype=np.uint16)
-    assert transform()(Image.fromarray(values)).mean().item() == pytest.approx(0.5, abs=0.01)
+        assert transform(channels)(white).min() > 0.99
 
 
 def test_sixteen_bits_with_a_transparent_value_are_scaled_too(tmp_path: Path) -> None:
@@ -97,6 +70,10 @@ def test_orientation_is_applied(tmp_path: Path) -> None:
     image.save(tmp_path / "turned.png", exif=exif)
     upright = load_image(tmp_path / "turned.png")
     assert upright.size == (4, 8) and upright.getpixel((3, 0)) == 255
+    for kind in ("png", "webp"):  # as viewers do, without an orientation
+        colour = Image.effect_noise((8, 4), 80).convert("RGB")
+        colour.save(tmp_path / f"damaged.{kind}", exif=b"Exif\0\0garbage", lossless=True)
+        np.testing.assert_array_equal(load_image(tmp_path / f"damaged.{kind}"), colour)
 
 
 def test_find_images(tmp_path: Path) -> None:
@@ -117,23 +94,6 @@ def test_find_images(tmp_path: Path) -> None:
         find_images([tmp_path / "empty"])
 
 
-def test_unreadable_files(tmp_path: Path) -> None:
-    (tmp_path / "text.png").write_text("hello")
-    Image.effect_noise((40, 40), 80).save(tmp_path / "good.png")
-    (tmp_path / "cut.png").write_bytes((tmp_path / "good.png").read_bytes()[:300])
-    (tmp_path / "nothing.png").touch()
-    for name, message in (
-        ("missing.png", "file"),
-        ("text.png", "image"),
-        ("nothing.png", "image"),
-        ("cut.png", "read"),
-        (".", "folder"),
-    ):
-        with refuses(CapszooError, names=message) as caught:
-            load_image(tmp_path / name)
-        assert "\n" not in str(caught.value)
-
-
 class Described(nn.Module):
     def __init__(self, **attributes: object) -> None:
         super().__init__()
@@ -152,21 +112,12 @@ def test_the_default_device_does_not_matter() -> None:
 
 
 def test_model_transform_reads_the_configuration() -> None:
-    cfg = dict(
-        input_size=(3, 8, 8), mean=(0.1, 0.2, 0.3), std=(1, 1, 1), interpolation="bicubic", crop_pct=0.875
-    )
+    mean = (0.1, 0.2, 0.3)
+    cfg = dict(input_size=(3, 8, 8), mean=mean, std=(1, 1, 1), interpolation="bicubic", crop_pct=0.875)
     t = model_transform(Described(pretrained_cfg=cfg))
-    assert (t.channels, t.size, t.mean, t.interpolation, t.crop_pct) == (
-        3,
-        (8, 8),
-        (0.1, 0.2, 0.3),
-        "bicubic",
-        0.875,
-    )
-    assert (
-        model_transform(Described(pretrained_cfg={**cfg, "interpolation": "random"})).interpolation
-        == "bilinear"
-    )
+    assert t == ImageTransform(3, (8, 8), mean, (1, 1, 1), "bicubic", 0.875, "white", canvas="white")
+    random = model_transform(Described(pretrained_cfg={**cfg, "interpolation": "random"}))
+    assert random.interpolation == "bilinear"
     grey = model_transform(Described(pretrained_cfg=cfg, in_chans=1, img_size=(6, 4)))
     assert grey.size == (6, 4) and grey.mean == pytest.approx((0.2,)) and len(grey.std) == 1
     assert model_input_size(Described(in_chans=2, img_size=9)) == (2, 9, 9)

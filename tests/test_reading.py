@@ -13,10 +13,9 @@ from PIL import Image
 from timm.models import save_for_hf
 
 import capszoo
-from capszoo.data import DataError, load_dataset
 from capszoo.errors import UsageError
 from capszoo.images import fit_drawing, flatten, looks_inverted, pad_to
-from capszoo.preprocess import ImageTransform, model_transform, to_mode
+from capszoo.preprocess import ImageTransform, model_transform
 from tests.support import load_script, packed
 from tests.support.command import write_run
 from tests.support.errors import refuses
@@ -54,54 +53,6 @@ def test_infer_py_reads_the_disguises_too(disguises, tmp_path: Path) -> None:  #
         assert disguises.right_by_infer(bundle, disguises.write(tmp_path / how, how), option) >= 9, how
 
 
-def _pictures() -> list[Image.Image]:
-    noise = np.random.default_rng(0).integers(0, 256, (31, 45, 4), dtype=np.uint8)
-    drawn = np.zeros((50, 40, 4), np.uint8)
-    drawn[10:30, 8:20, 3] = 200
-    white = drawn.copy()
-    white[..., :3] = 255
-    grey_alpha = Image.fromarray(noise[..., :2].copy(), "LA")
-    palette = Image.fromarray(noise[..., 0]).convert("P")
-    palette.info["transparency"] = 7
-    bright = Image.new("L", (40, 40), 240)
-    ink = bright.copy()
-    ink.paste(10, (10, 8, 20, 30))
-    return [
-        *(Image.fromarray(array) for array in (noise, drawn, white, noise[..., :3])),
-        grey_alpha,
-        palette,
-        bright,
-        ink,
-        Image.effect_noise((28, 28), 80),
-        Image.effect_noise((40, 40), 80),
-    ]
-
-
-@pytest.mark.parametrize("channels", [1, 3])
-@pytest.mark.parametrize(
-    "options", [{}, {"invert": True}, {"fit": True}, {"background": "white"}, {"invert": True, "fit": True}]
-)
-def test_infer_py_reads_as_the_package(root: Path, tmp_path: Path, channels: int, options: dict) -> None:
-    infer = load_script(root / "export" / "bundle" / "infer.py")
-    background = options.get("background", "black")
-    for size, objects in (((28, 28), None), ((40, 40), (28, 28))):
-        mean, std = (0.1,) * channels, (0.3,) * channels
-        settings = {"invert": False, "fit": False} | {k: v for k, v in options.items() if k != "background"}
-        ours = ImageTransform(
-            channels, size, mean, std, background=background, object_size=objects, **settings
-        )
-        spec = dict(channels=channels, size=size, object_size=objects, mean=mean, std=std, crop_pct=1.0)
-        spec |= dict(interpolation="bilinear", dtype="float32", background="black")
-        for number, picture in enumerate(_pictures()):
-            picture.save(tmp_path / f"{number}.png")
-            with Image.open(tmp_path / f"{number}.png") as file:
-                file.load()
-                view, notes = ours.read(file)
-            pixels, said = infer.read(tmp_path / f"{number}.png", spec, **options)
-            np.testing.assert_allclose(pixels, ours.normalise(view).numpy(), atol=1e-6)
-            assert said == list(notes)
-
-
 def test_transparency() -> None:
     drawn = np.zeros((20, 20, 4), np.uint8)
     drawn[5:15, 5:15, 3] = 255
@@ -120,25 +71,6 @@ def test_transparency() -> None:
     assert flatten(empty, "black", 1)[0].getpixel((0, 0)) == 0
     grey = Image.new("L", (4, 4), 9)
     assert flatten(grey, "black", 1) == (grey, "")
-
-
-def test_folders_are_read_alike(tmp_path: Path) -> None:
-    """Transparent digits of a folder give pictures that differ, as `predict` sees them."""
-    drawn = np.zeros((28, 28, 4), np.uint8)
-    for kind in ("a", "b"):
-        (tmp_path / "train" / kind).mkdir(parents=True)
-        for number in range(2):
-            copy = drawn.copy()
-            copy[5 + number : 20, 5 : 8 + 8 * (kind == "b"), 3] = 255
-            Image.fromarray(copy).save(tmp_path / "train" / kind / f"{number}.png")
-    found = load_dataset(f"imagefolder:{tmp_path}", "train", size=28, resize=28)
-    files = sorted((tmp_path / "train").rglob("*.png"))
-    channels = found.spec.input_size[0]
-    for tensor, file in zip(found.images, files, strict=True):
-        with Image.open(file) as image:
-            seen = np.asarray(to_mode(image, channels))
-        assert seen.min() == 0 and seen.max() == 255
-        np.testing.assert_array_equal(tensor.permute(1, 2, 0).squeeze(-1).numpy(), seen)
 
 
 def test_the_note_on_inverted_images_needs_the_image_and_its_own_mean(root: Path) -> None:
@@ -169,16 +101,6 @@ def test_the_note_on_inverted_images_never_fires_on_test_images(root: Path) -> N
         assert looks_inverted(Image.fromarray(255 - image), (0.1307,))
     garments = packed(root, "fashion_mnist").images[:, 0].numpy()
     assert sum(bool(looks_inverted(Image.fromarray(image), (0.286,))) for image in garments) <= 2
-
-
-@pytest.mark.slow
-def test_the_note_never_fires_on_all_of_mnist() -> None:
-    try:
-        images = load_dataset("mnist", "test").images[:, 0].numpy()
-    except DataError as error:
-        pytest.skip(str(error))
-    assert len(images) == 10_000
-    assert not any(looks_inverted(Image.fromarray(image), (0.1307,)) for image in images)
 
 
 def test_fit_undoes_shift_and_scale(root: Path) -> None:

@@ -19,21 +19,6 @@ from torch.nn import functional as F
 from .errors import DataError
 from .specs import Side, both_sides
 
-__all__ = [
-    "Augment",
-    "Draws",
-    "affine_matrices",
-    "crop",
-    "cut_out",
-    "frame",
-    "jitter",
-    "normalize",
-    "reflected",
-    "resize",
-    "share",
-    "warp",
-]
-
 #: Random numbers by name, one row per image of the global batch.
 Draws = dict[str, Tensor]
 
@@ -87,25 +72,25 @@ class Augment:
     def __post_init__(self) -> None:
         low, high = self.scale
         limits = {
-            "resize": self.resize is None or min(both_sides(self.resize)) > 0,
-            "rotation": 0 <= self.rotation <= 180,
-            "shear": 0 <= self.shear <= 2,
-            "scale": 0 < low <= high < math.inf,
-            "shift": self.shift >= 0,
-            "flip": self.flip in (False, True, "alternating"),
-            "pad_mode": self.pad_mode in ("constant", "reflect"),
-            "cutout": self.cutout >= 0,
-            "brightness": 0 <= self.brightness <= 1,
-            "contrast": 0 <= self.contrast <= 1,
-            "saturation": 0 <= self.saturation <= 1,
-            "hue": 0 <= self.hue <= 0.5,
-            "tilt": 0 <= self.tilt <= 180,
-            "squeeze": 0 <= self.squeeze < 1,
-            "erase": self.erase >= 0,
+            "resize": (self.resize is None or min(both_sides(self.resize)) > 0, "pixels, at least 1"),
+            "rotation": (0 <= self.rotation <= 180, "0 to 180 degrees"),
+            "shear": (0 <= self.shear <= 2, "0 to 2"),
+            "scale": (0 < low <= high < math.inf, "smallest and largest factor, above 0"),
+            "shift": (self.shift >= 0, "pixels, at least 0"),
+            "flip": (self.flip in (False, True, "alternating"), "true, false or alternating"),
+            "pad_mode": (self.pad_mode in ("constant", "reflect"), "constant or reflect"),
+            "cutout": (self.cutout >= 0, "pixels, at least 0"),
+            "brightness": (0 <= self.brightness <= 1, "0 to 1"),
+            "contrast": (0 <= self.contrast <= 1, "0 to 1"),
+            "saturation": (0 <= self.saturation <= 1, "0 to 1"),
+            "hue": (0 <= self.hue <= 0.5, "0 to 0.5"),
+            "tilt": (0 <= self.tilt <= 180, "0 to 180 degrees"),
+            "squeeze": (0 <= self.squeeze < 1, "0 to below 1"),
+            "erase": (self.erase >= 0, "pixels, at least 0"),
         }
-        for name, good in limits.items():
+        for name, (good, range_) in limits.items():
             if not good:
-                raise DataError(f"augment.{name}: {getattr(self, name)} is out of range ({RANGES[name]})")
+                raise DataError(f"augment.{name}: {getattr(self, name)} is out of range ({range_})")
 
     @property
     def warps(self) -> bool:
@@ -217,25 +202,6 @@ class Augment:
         if "cut_row" in draws:
             result = cut_out(result, draws["cut_row"], draws["cut_col"], self.cutout, fill)
         return result
-
-
-RANGES = {
-    "resize": "pixels, at least 1",
-    "rotation": "0 to 180 degrees",
-    "shear": "0 to 2",
-    "scale": "smallest and largest factor, above 0",
-    "shift": "pixels, at least 0",
-    "flip": "true, false or alternating",
-    "pad_mode": "constant or reflect",
-    "cutout": "pixels, at least 0",
-    "brightness": "0 to 1",
-    "contrast": "0 to 1",
-    "saturation": "0 to 1",
-    "hue": "0 to 0.5",
-    "tilt": "0 to 180 degrees",
-    "squeeze": "0 to below 1",
-    "erase": "pixels, at least 0",
-}
 
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:

@@ -19,8 +19,6 @@ from .errors import DataError
 from .generate import ByClass, Composed
 from .sets import ImageSet, StreamedSet, keyed_generator
 
-__all__ = ["Batch", "Batches", "balanced_order"]
-
 #: Elements of the images that are augmented together; in float32, with what the operations keep, about 100 MB.
 LARGEST_GROUP = 2**23
 

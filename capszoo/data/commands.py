@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from .._utils.files import expanded
+from .._utils.files import expanded, read_json_object
 from .download import fetch, remote_files
 from .errors import DataError
 from .folders import find_splits
@@ -16,8 +15,6 @@ from .sets import ImageSet, StreamedSet
 from .sources import load_dataset
 from .specs import DATASETS, PREFIXES, check_name, dataset_spec, is_data_set, source_name
 from .summary import summarise
-
-__all__ = ["build_h_imagenet", "check_set", "fetch_set"]
 
 
 def check_set(name: str, data: str | Path | None = None) -> Iterator[str]:
@@ -93,11 +90,8 @@ def fetch_set(name: str, to: str | Path) -> str:
 
 def _read_accuracies(path: Path) -> dict[str, float]:
     """Top-1 accuracy by class from a JSON file."""
-    try:
-        accuracies = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise DataError(f"{path}: not readable as JSON ({error})") from error
-    if not isinstance(accuracies, dict) or not accuracies:
+    accuracies = read_json_object(path)
+    if not accuracies:
         raise DataError(f'{path}: expected an accuracy for each class, {{"n01440764": 0.75, …}}')
     for kind, share in accuracies.items():
         if not isinstance(share, (int, float)) or not 0 <= share <= 1:

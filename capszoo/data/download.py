@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
 import tarfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .._utils.files import created_folder, expanded, not_writable
+from .._utils.files import created_folder, expanded, not_writable, replacing
 from .errors import DataError
 from .medmnist import medmnist_set, medmnist_url
-
-__all__ = ["RemoteFile", "fetch", "remote_files"]
 
 #: Seconds without an answer after which an address is given up.
 SILENT_SECONDS = 60.0
@@ -39,14 +37,12 @@ class RemoteFile:
 
 
 # md5 sums: CIFAR's from its page; smallNORB's from a public loader (not compared with the original files here).
+_CIFAR10_BATCHES = [f"data_batch_{k}" for k in range(1, 6)]
 _CIFAR = {
     "cifar10": RemoteFile(
         (f"{_TORONTO}/cifar-10-binary.tar.gz",),
         "c32a1d4ab5d03f1284b67883e8d87530",
-        tuple(
-            f"cifar-10-batches-bin/{name}.bin"
-            for name in (*(f"data_batch_{k}" for k in range(1, 6)), "test_batch")
-        ),
+        tuple(f"cifar-10-batches-bin/{name}.bin" for name in (*_CIFAR10_BATCHES, "test_batch")),
     ),
     "cifar100": RemoteFile(
         (f"{_TORONTO}/cifar-100-binary.tar.gz",),
@@ -119,22 +115,11 @@ def fetch(name: str, split: str, folder: str | Path) -> Path:
         with created_folder(target):
             for file in files:
                 _fetch_file(file, target)
-                for member in file.members:
-                    _extract(target / file.name, member, target)
+                if file.members:
+                    _extract(target / file.name, file.members, target)
     except OSError as error:
         raise DataError(not_writable(target, error)) from error
     return target
-
-
-@contextmanager
-def _time_limit(seconds: float) -> Iterator[None]:
-    """Give up new connections that are silent for so long: torchvision's ``download_url`` has no such argument."""
-    before = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(seconds)
-    try:
-        yield
-    finally:
-        socket.setdefaulttimeout(before)
 
 
 def _fetch_file(file: RemoteFile, target: Path) -> None:
@@ -147,34 +132,29 @@ def _fetch_file(file: RemoteFile, target: Path) -> None:
         return
     reasons = []
     partial = target / f"{file.name}.part"
-    for url in file.urls:
-        try:
-            with _time_limit(SILENT_SECONDS):
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(SILENT_SECONDS)  # torchvision's function has no such argument
+    try:
+        for url in file.urls:
+            try:
                 download_url(url, str(target), partial.name, file.md5)
-            partial.replace(target / file.name)
-            return
-        except (URLError, TimeoutError, ConnectionError, HTTPException, RecursionError) as error:
-            reasons.append(f"{url}: {getattr(error, 'reason', error)}")
-        except RuntimeError:  # raised by torchvision for a wrong checksum
-            reasons.append(f"what {url} sent has another md5 than {file.md5}; nothing was kept")
-        finally:
-            partial.unlink(missing_ok=True)
+                partial.replace(target / file.name)
+                return
+            except (URLError, TimeoutError, ConnectionError, HTTPException, RecursionError) as error:
+                reasons.append(f"{url}: {getattr(error, 'reason', error)}")
+            except RuntimeError:  # raised by torchvision for a wrong checksum
+                reasons.append(f"what {url} sent has another md5 than {file.md5}; nothing was kept")
+    finally:
+        socket.setdefaulttimeout(before)
+        partial.unlink(missing_ok=True)
     raise DataError(f"cannot fetch {file.name}: {'; '.join(reasons)}")
 
 
-def _extract(archive: Path, member: str, target: Path) -> None:
-    """Extract one member of a tar archive to its place below the folder, where it replaces a file."""
-    path = target / member
+def _extract(archive: Path, members: Sequence[str], target: Path) -> None:
+    """Extract members of a tar archive, and nothing else, to their places below the folder."""
     with tarfile.open(archive) as tar:
-        try:
+        for member in members:
             content = tar.extractfile(member)
-        except KeyError as error:
-            raise DataError(f"{archive} has no {member}") from error
-        if content is None:
-            raise DataError(f"{archive}: {member} is no file")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(".part")
-        with content, partial.open("wb") as out:
-            while block := content.read(1 << 20):
-                out.write(block)
-        partial.replace(path)
+            assert content is not None, "a plain file: the archive has the right checksum"
+            with content, replacing(target / member) as partial, partial.open("wb") as out:
+                shutil.copyfileobj(content, out)

@@ -22,8 +22,6 @@ from torch.nn import functional as F
 from .augment import Draws, affine_matrices, crop, warp
 from .errors import DataError
 
-__all__ = ["ByClass", "Composed", "Composer", "Distort", "Overlay", "Scatter"]
-
 
 class ByClass(NamedTuple):
     """Digits sorted by class, on the CPU: ``labels`` [n], ``order`` [n], and of each class its ``start`` in

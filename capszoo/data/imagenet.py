@@ -25,16 +25,13 @@ from xml.etree import ElementTree
 import torch
 from torch import Tensor, nn
 
-from capszoo._utils.files import expanded
+from capszoo._utils.files import expanded, write_atomically
 from capszoo.errors import CapszooError, first_line
 
 from .batches import Batches
 from .errors import DataError
-from .folders import FileDecoder, available_workers
+from .folders import Decoded, Files, available_workers, folder_spec
 from .sets import StreamedSet
-from .specs import DatasetSpec
-
-__all__ = ["PAPER_COUNTS", "build", "class_accuracies", "hardest", "load_judge"]
 
 PAPER_COUNTS = {"train": 255_725, "val": 17_101}
 PADDING = 0.1
@@ -120,19 +117,9 @@ def class_accuracies(
         if wnid not in number:
             raise DataError(f"{path} is of class {wnid}, which has no folder in {ilsvrc.images / 'train'}")
         samples.append((path, number[wnid]))
-    spec = DatasetSpec(
-        name="ilsvrc",
-        title="ILSVRC 2012",
-        label_names=tuple(ilsvrc.classes),
-        input_size=(3, 224, 224),
-        mean=(0.485, 0.456, 0.406),
-        std=(0.229, 0.224, 0.225),
-        counts={},
-        folders=(),
-        source="",
-        remedy="",
-    )
-    decoder = FileDecoder(ilsvrc.images / "val", tuple(path.name for path, _ in samples), "RGB", (256, 256))
+    spec = folder_spec("ilsvrc", ilsvrc.classes, (3, 224, 224), len(samples), "val")
+    files = Files(ilsvrc.images / "val", tuple(path.name for path, _ in samples))
+    decoder = Decoded(files, "RGB", (256, 256))
     labels = torch.tensor([label for _, label in samples])
     data = StreamedSet(
         spec, "val", decoder, torch.arange(len(samples)), labels, 256, available_workers() - 1
@@ -230,7 +217,5 @@ def build(
         "counts": counts,
         "paper": PAPER_COUNTS,
     }
-    partial = target / "h_imagenet.json.part"
-    partial.write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
-    partial.replace(target / "h_imagenet.json")
+    write_atomically(target / "h_imagenet.json", json.dumps(manifest, indent=1) + "\n")
     return manifest

@@ -15,11 +15,9 @@ from torch import Tensor
 
 from .._utils.files import read_npz
 from ..errors import CapszooError, unknown_name
-from .errors import DataError
+from .errors import DataError, UnknownDataset
 from .readers import MAX_FILE_BYTES
 from .roots import environment_roots, given_root
-
-__all__ = ["MEDMNIST", "MedMnist", "medmnist_file", "medmnist_set", "medmnist_url", "read_medmnist"]
 
 SPLITS = ("train", "val", "test")
 _SIDE = 28
@@ -27,28 +25,22 @@ _SIDE = 28
 
 @dataclass(frozen=True)
 class MedMnist:
-    """Facts of a set: channels, images of train, val and test, the md5 of its file, licence, names of the classes."""
+    """Facts of a set: channels, images of train, val and test, the md5 of its file, names of the classes."""
 
     channels: int
     counts: tuple[int, int, int]
     md5: str
-    license: str
-    label_names: tuple[str, ...]
+    classes: str
     multi_label: bool = False
+
+    @property
+    def label_names(self) -> tuple[str, ...]:
+        return tuple(self.classes.split("; "))
 
 
 _ORGANS = (
-    "bladder",
-    "femur-left",
-    "femur-right",
-    "heart",
-    "kidney-left",
-    "kidney-right",
-    "liver",
-    "lung-left",
-    "lung-right",
-    "pancreas",
-    "spleen",
+    "bladder; femur-left; femur-right; heart; kidney-left; kidney-right; liver; "
+    "lung-left; lung-right; pancreas; spleen"
 )
 
 #: The facts of ``medmnist/info.py`` in the authors' package medmnist 3.0.2. The files themselves were not available
@@ -58,114 +50,52 @@ MEDMNIST: dict[str, MedMnist] = {
         3,
         (89_996, 10_004, 7_180),
         "a8b06965200029087d5bd730944a56c1",
-        "CC BY 4.0",
-        (
-            "adipose",
-            "background",
-            "debris",
-            "lymphocytes",
-            "mucus",
-            "smooth muscle",
-            "normal colon mucosa",
-            "cancer-associated stroma",
-            "colorectal adenocarcinoma epithelium",
-        ),
+        "adipose; background; debris; lymphocytes; mucus; smooth muscle; normal colon mucosa; "
+        "cancer-associated stroma; colorectal adenocarcinoma epithelium",
     ),
     "chestmnist": MedMnist(
         1,
         (78_468, 11_219, 22_433),
         "02c8a6516a18b556561a56cbdd36c4a8",
-        "CC BY 4.0",
-        (
-            "atelectasis",
-            "cardiomegaly",
-            "effusion",
-            "infiltration",
-            "mass",
-            "nodule",
-            "pneumonia",
-            "pneumothorax",
-            "consolidation",
-            "edema",
-            "emphysema",
-            "fibrosis",
-            "pleural",
-            "hernia",
-        ),
-        True,
+        "atelectasis; cardiomegaly; effusion; infiltration; mass; nodule; pneumonia; pneumothorax; consolidation; "
+        "edema; emphysema; fibrosis; pleural; hernia",
+        multi_label=True,
     ),
     "dermamnist": MedMnist(
         3,
         (7_007, 1_003, 2_005),
         "0744692d530f8e62ec473284d019b0c7",
-        "CC BY-NC 4.0",
-        (
-            "actinic keratoses and intraepithelial carcinoma",
-            "basal cell carcinoma",
-            "benign keratosis-like lesions",
-            "dermatofibroma",
-            "melanoma",
-            "melanocytic nevi",
-            "vascular lesions",
-        ),
+        "actinic keratoses and intraepithelial carcinoma; basal cell carcinoma; benign keratosis-like lesions; "
+        "dermatofibroma; melanoma; melanocytic nevi; vascular lesions",
     ),
     "octmnist": MedMnist(
         1,
         (97_477, 10_832, 1_000),
         "c68d92d5b585d8d81f7112f81e2d0842",
-        "CC BY 4.0",
-        ("choroidal neovascularization", "diabetic macular edema", "drusen", "normal"),
+        "choroidal neovascularization; diabetic macular edema; drusen; normal",
     ),
-    "pneumoniamnist": MedMnist(
-        1, (4_708, 524, 624), "28209eda62fecd6e6a2d98b1501bb15f", "CC BY 4.0", ("normal", "pneumonia")
-    ),
-    "retinamnist": MedMnist(
-        3, (1_080, 120, 400), "bd4c0672f1bba3e3a89f0e4e876791e4", "CC BY 4.0", ("0", "1", "2", "3", "4")
-    ),
+    "pneumoniamnist": MedMnist(1, (4_708, 524, 624), "28209eda62fecd6e6a2d98b1501bb15f", "normal; pneumonia"),
+    "retinamnist": MedMnist(3, (1_080, 120, 400), "bd4c0672f1bba3e3a89f0e4e876791e4", "0; 1; 2; 3; 4"),
     "breastmnist": MedMnist(
-        1, (546, 78, 156), "750601b1f35ba3300ea97c75c52ff8f6", "CC BY 4.0", ("malignant", "normal, benign")
+        1, (546, 78, 156), "750601b1f35ba3300ea97c75c52ff8f6", "malignant; normal, benign"
     ),
     "bloodmnist": MedMnist(
         3,
         (11_959, 1_712, 3_421),
         "7053d0359d879ad8a5505303e11de1dc",
-        "CC BY 4.0",
-        (
-            "basophil",
-            "eosinophil",
-            "erythroblast",
-            "immature granulocytes(myelocytes, metamyelocytes and promyelocytes)",
-            "lymphocyte",
-            "monocyte",
-            "neutrophil",
-            "platelet",
-        ),
+        "basophil; eosinophil; erythroblast; immature granulocytes(myelocytes, metamyelocytes and promyelocytes); "
+        "lymphocyte; monocyte; neutrophil; platelet",
     ),
     "tissuemnist": MedMnist(
         1,
         (165_466, 23_640, 47_280),
         "ebe78ee8b05294063de985d821c1c34b",
-        "CC BY 4.0",
-        (
-            "Collecting Duct, Connecting Tubule",
-            "Distal Convoluted Tubule",
-            "Glomerular endothelial cells",
-            "Interstitial endothelial cells",
-            "Leukocytes",
-            "Podocytes",
-            "Proximal Tubule Segments",
-            "Thick Ascending Limb",
-        ),
+        "Collecting Duct, Connecting Tubule; Distal Convoluted Tubule; Glomerular endothelial cells; "
+        "Interstitial endothelial cells; Leukocytes; Podocytes; Proximal Tubule Segments; Thick Ascending Limb",
     ),
-    "organamnist": MedMnist(
-        1, (34_561, 6_491, 17_778), "68e3f8846a6bd62f0c9bf841c0d9eacc", "CC BY 4.0", _ORGANS
-    ),
-    "organcmnist": MedMnist(
-        1, (12_975, 2_392, 8_216), "b9ceb9546e10131b32923c5bbeaea2b1", "CC BY 4.0", _ORGANS
-    ),
-    "organsmnist": MedMnist(
-        1, (13_932, 2_452, 8_827), "9ab87b696fb54e2a387ebe992d6ed5f1", "CC BY 4.0", _ORGANS
-    ),
+    "organamnist": MedMnist(1, (34_561, 6_491, 17_778), "68e3f8846a6bd62f0c9bf841c0d9eacc", _ORGANS),
+    "organcmnist": MedMnist(1, (12_975, 2_392, 8_216), "b9ceb9546e10131b32923c5bbeaea2b1", _ORGANS),
+    "organsmnist": MedMnist(1, (13_932, 2_452, 8_827), "9ab87b696fb54e2a387ebe992d6ed5f1", _ORGANS),
 }
 
 
@@ -177,7 +107,7 @@ def medmnist_url(name: str) -> str:
 def medmnist_set(name: str) -> MedMnist:
     """The facts of ``medmnist:NAME``; raises ``DataError`` for an unknown one."""
     if name not in MEDMNIST:
-        raise DataError(unknown_name("set of MedMNIST", name, MEDMNIST))
+        raise UnknownDataset(unknown_name("set of MedMNIST", name, MEDMNIST))
     return MEDMNIST[name]
 
 

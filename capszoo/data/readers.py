@@ -18,7 +18,6 @@ import os
 import random
 import re
 import zlib
-from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -36,26 +35,7 @@ from .errors import DataError
 from .specs import Side, both_sides
 
 if TYPE_CHECKING:
-    from PIL import Image
-
     from capszoo.images import Framing
-
-__all__ = [
-    "LABEL_COLUMNS",
-    "MODES",
-    "SetLook",
-    "decode_image",
-    "image_below",
-    "look_at_set",
-    "parquet_label_names",
-    "read_cifar_binary",
-    "read_idx",
-    "read_labelled_parquet",
-    "read_norb_matrix",
-    "read_parquet",
-    "read_svhn_mat",
-    "survey_parquet",
-]
 
 _IDX_UBYTE = 0x08
 #: Bytes that a file of images may unpack to, where the size of its set is not known beforehand.
@@ -110,10 +90,15 @@ def read_idx(path: str | Path, limit: int = MAX_FILE_BYTES) -> Tensor:
     shape = tuple(int.from_bytes(raw[4 + 4 * k : 8 + 4 * k], "big") for k in range(rank))
     if not 1 <= rank <= 4:
         raise DataError(f"{path} states {rank} dimensions, which no file of images or labels has")
-    expected = header + math.prod(shape)
+    return _after_header(path, raw, header, shape, np.dtype("u1"))
+
+
+def _after_header(path: Path, raw: bytes, header: int, shape: tuple[int, ...], kind: np.dtype[Any]) -> Tensor:
+    expected = header + kind.itemsize * math.prod(shape)
     if len(raw) != expected:
         raise DataError(f"{path} is truncated or padded: {len(raw)} bytes, its header promises {expected}")
-    return torch.from_numpy(np.frombuffer(raw, np.uint8, offset=header).reshape(shape).copy())
+    values = np.frombuffer(raw, kind, offset=header).reshape(shape)
+    return torch.from_numpy(values.astype(kind.newbyteorder("=")))
 
 
 def idx_pair(folder: Path, stem: str) -> tuple[Path, Path] | None:
@@ -238,19 +223,17 @@ def look_at_set(
 
     sample = random.Random(0).sample(range(count), min(count, _LOOKED_AT))
     seen = looked(sample)
-    colour = any(one.header.colour for one in seen)
+    colour = any(one.colour for one in seen)
     values = [one.values for one in seen if one.values]
     rest = sorted(set(range(count)) - set(sample))
     for start in range(0, len(rest), _LOOKED_AT):  # `map` submits all that it is given at once
         if not values and (colour or channels):
             break
         more = looked(rest[start : start + _LOOKED_AT])
-        colour = colour or any(one.header.colour for one in more)
+        colour = colour or any(one.colour for one in more)
         values += [one.values for one in more if one.values]
-    sizes = tuple((one.header.width, one.header.height) for one in seen)
-    return SetLook(
-        channels or (3 if colour else 1), _range_of(values) if values else None, sizes, _notes(seen)
-    )
+    sizes = tuple(one.size for one in seen)
+    return SetLook(channels or (3 if colour else 1), _range_of(values), sizes, _notes(seen))
 
 
 def _notes(seen: Sequence[_Look]) -> tuple[str, ...]:
@@ -274,7 +257,9 @@ class _Values(NamedTuple):
     stated: bool
 
 
-def _range_of(values: Sequence[_Values]) -> tuple[float, float]:
+def _range_of(values: Sequence[_Values]) -> tuple[float, float] | None:
+    if not values:
+        return None
     low, high = min(one.low for one in values), max(one.high for one in values)
     if not all(one.stated for one in values) and low >= 0:
         low = 0.0
@@ -300,28 +285,11 @@ def parquet_label_names(file: str | Path) -> tuple[str, ...]:
     return tuple(names) if isinstance(names, list) and all(isinstance(name, str) for name in names) else ()
 
 
-class _Header(NamedTuple):
-    """What an image's file states before it is decoded: Pillow's mode, and the size in pixels."""
-
-    mode: str
-    width: int
-    height: int
-
-    @property
-    def colour(self) -> bool:
-        return not (self.mode in ("1", "L", "LA", "F") or self.mode.startswith("I"))
-
-
-def _header(image: Image.Image) -> _Header:
-    # only where the header states it: Pillow would decode a PNG to look for it at the end
-    turned = "exif" in image.info and image.getexif().get(_ORIENTATION, 1) in (5, 6, 7, 8)
-    return _Header(image.mode, *(image.size[::-1] if turned else image.size))
-
-
 class _Look(NamedTuple):
-    """The header of an image, the values of one of more than 8 bits, its name, and what of its file is not read."""
+    """What an image's file states before it is decoded, the values of one of more than 8 bits, and what is not read."""
 
-    header: _Header
+    colour: bool
+    size: tuple[int, int]
     values: _Values | None
     name: str
     lost: tuple[str, ...]
@@ -345,13 +313,17 @@ def _look_at(encoded: bytes | Path, source: Path | str, ranges: bool) -> _Look |
     try:
         file = io.BytesIO(encoded) if isinstance(encoded, bytes) else encoded
         with Image.open(file, formats=image_formats()) as image:
-            header = _header(image)
-            about = Path(source).name, lost_of(image) if decoded_pixels(image) <= pixel_limit() else ()
+            colour = not (image.mode in ("1", "L", "LA") or is_deep(image))
+            # only where the header states it: Pillow would decode a PNG to look for it at the end
+            turned = "exif" in image.info and image.getexif().get(_ORIENTATION, 1) in (5, 6, 7, 8)
+            size = image.size[::-1] if turned else image.size
+            lost = lost_of(image) if decoded_pixels(image) <= pixel_limit() else ()
+            look = _Look(colour, size, None, Path(source).name, lost)
             if not ranges or not is_deep(image):
-                return _Look(header, None, *about)
+                return look
             floats, declared = image.mode == "F", stated_range(image)
         low, high = declared or value_extremes([np.asarray(open_image(encoded, name=source))])
-        return _Look(header, _Values(floats, low, high, declared is not None), *about)
+        return look._replace(values=_Values(floats, low, high, declared is not None))
     except Exception:
         return None
 
@@ -482,51 +454,28 @@ def _check_labels(labels: Sequence[int | str], source: Path) -> None:
         )
 
 
-class ParquetSurvey(NamedTuple):
-    """What the images of parquet shards have in common: channels, sizes, labels, a range; and what is not read."""
-
-    channels: int
-    sizes: Counter[tuple[int, int]]
-    labels: frozenset[int | str]
-    value_range: tuple[float, float] | None
-    notes: tuple[str, ...]
-
-
-def survey_parquet(files: Sequence[Path], ranges: bool = True) -> ParquetSurvey:
-    """Look once at the labels and the headers of all images of parquet shards.
+def survey_parquet(files: Sequence[Path], ranges: bool = True) -> tuple[SetLook, set[int | str]]:
+    """Look once at the headers of all images of parquet shards, and at their labels.
 
     Args:
         files: the shards.
         ranges: look for one range of the values of images of more than 8 bits, as ``look_at_set`` does.
     """
-    channels = 1
-    sizes: Counter[tuple[int, int]] = Counter()
+    seen: list[_Look] = []
     kinds: set[int | str] = set()
-    values: list[_Values] = []
-    losing: list[_Look] = []
     for file in files:  # one at a time: together they may be larger than the memory
         encoded, labels = parquet_cells([file])
         _check_labels(labels, file)
         kinds.update(labels)
-        for cell, source in encoded:
-            if (look := _look_at(cell, source, ranges)) is None:
-                continue
-            sizes[look.header.width, look.header.height] += 1
-            channels = 3 if look.header.colour else channels
-            values += [look.values] if look.values else []
-            losing += [look] if look.lost else []
-    value_range = _range_of(values) if values else None
-    return ParquetSurvey(channels, sizes, frozenset(kinds), value_range, _notes(losing))
+        seen += [look for cell, source in encoded if (look := _look_at(cell, source, ranges))]
+    channels = 3 if any(one.colour for one in seen) else 1
+    value_range = _range_of([one.values for one in seen if one.values])
+    return SetLook(channels, value_range, tuple(one.size for one in seen), _notes(seen)), kinds
 
 
-def read_parquet(
-    files: Sequence[str | Path],
-    channels: int | None,
-    side: Side | None = None,
-    framing: Framing | None = None,
-) -> tuple[Tensor, Tensor]:
+def read_parquet(files: Sequence[str | Path], channels: int) -> tuple[Tensor, Tensor]:
     """As ``read_labelled_parquet``, of files whose labels are whole numbers: images, and labels int64 [n]."""
-    images, labels = read_labelled_parquet(files, channels, side, framing)
+    images, labels = read_labelled_parquet(files, channels)
     if any(isinstance(label, str) for label in labels):
         raise DataError(f"{files[0]}: the labels are text; this data set's are whole numbers")
     return images, torch.tensor(labels, dtype=torch.int64)
@@ -534,7 +483,7 @@ def read_parquet(
 
 def read_labelled_parquet(
     files: Sequence[str | Path],
-    channels: int | None,
+    channels: int,
     side: Side | None = None,
     framing: Framing | None = None,
 ) -> tuple[Tensor, list[int | str]]:
@@ -545,7 +494,7 @@ def read_labelled_parquet(
 
     Args:
         files: all shards of one split.
-        channels: 1 decodes to grey, 3 to RGB; None: RGB if any of the images has colour.
+        channels: 1 decodes to grey, 3 to RGB.
         side: height and width of the images, or side of a square; None: they must all have the same size.
         framing: as for ``decode_image``.
 
@@ -557,11 +506,10 @@ def read_labelled_parquet(
         raise DataError("no parquet file given")
     _check_shards(paths)
     encoded, labels = parquet_cells(paths)
-    mode = MODES[channels or look_at_set(encoded.__getitem__, len(encoded), ranges=False).channels]
     if not encoded:
         raise DataError(f"{paths[0].parent} holds no images")
     _check_labels(labels, paths[0].parent)
-    return _decode_all(encoded, mode, side, paths[0].parent, framing), labels
+    return _decode_all(encoded, MODES[channels], side, paths[0].parent, framing), labels
 
 
 def _decode_all(
@@ -569,7 +517,7 @@ def _decode_all(
     mode: str,
     side: Side | None,
     folder: Path,
-    framing: Framing | None = None,
+    framing: Framing | None,
 ) -> Tensor:
     """Images of one size as uint8 [n, c, h, w]; refused if they need more than ``MAX_FILE_BYTES``, decoded."""
     images: np.ndarray[Any, np.dtype[np.uint8]] | None = None
@@ -651,12 +599,6 @@ def read_norb_matrix(file: str | Path) -> Tensor:
         raise DataError(
             f"{path} is not a NORB matrix of bytes or integers (its first bytes are {raw[:4].hex() or 'missing'})"
         )
-    kind = _NORB_TYPES[magic]
     header = 8 + 4 * max(rank, 3)  # at least three sizes are stored
     shape = tuple(int.from_bytes(raw[8 + 4 * k : 12 + 4 * k], "little") for k in range(rank))
-    expected = header + kind.itemsize * math.prod(shape)
-    if len(raw) != expected:
-        raise DataError(f"{path} is truncated or padded: {len(raw)} bytes, its header promises {expected}")
-    return torch.from_numpy(
-        np.frombuffer(raw, kind, offset=header).reshape(shape).astype(kind.newbyteorder("="))
-    )
+    return _after_header(path, raw, header, shape, _NORB_TYPES[magic])

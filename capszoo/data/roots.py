@@ -8,8 +8,6 @@ from pathlib import Path
 from .._utils.files import expanded
 from .errors import DataError
 
-__all__ = ["environment_roots", "given_root"]
-
 
 def given_root(data: str | Path) -> Path:
     """The caller's data folder.

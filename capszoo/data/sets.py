@@ -3,29 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from .augment import resize
 from .errors import DataError
-from .generate import ByClass, Composer
+from .generate import ByClass, Composed, Composer
 from .specs import DatasetSpec, Side, both_sides, shown_sides
-
-__all__ = [
-    "Decoder",
-    "ImageSet",
-    "Origin",
-    "StreamedSet",
-    "buffered_order",
-    "keyed_generator",
-    "split_validation",
-    "stratified_folds",
-]
 
 #: Images of the buffer out of which those of shards are drawn.
 SHUFFLE_BUFFER = 10_000
@@ -93,32 +82,17 @@ class ImageSet:
         """Indices [n] of the images in random order."""
         return torch.randperm(len(self), generator=generator)
 
+    def _changed(self, change: Callable[[Tensor], Tensor]) -> ImageSet:
+        tensors = {name: getattr(self, name) for name in ("images", "labels", "parts", "part_labels")}
+        changed: dict[str, Any] = {name: change(one) for name, one in tensors.items() if one is not None}
+        return replace(self, **changed)
+
     def subset(self, indices: Tensor, split: str | None = None) -> ImageSet:
         """The images at ``indices`` [m] as a new set."""
-
-        def pick(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else tensor[indices]
-
-        return replace(
-            self,
-            split=split or self.split,
-            images=self.images[indices],
-            labels=self.labels[indices],
-            parts=pick(self.parts),
-            part_labels=pick(self.part_labels),
-        )
+        return replace(self._changed(lambda tensor: tensor[indices]), split=split or self.split)
 
     def to(self, device: torch.device | str) -> ImageSet:
-        def move(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else tensor.to(device)
-
-        return replace(
-            self,
-            images=self.images.to(device),
-            labels=self.labels.to(device),
-            parts=move(self.parts),
-            part_labels=move(self.part_labels),
-        )
+        return self._changed(lambda tensor: tensor.to(device))
 
     def resized(self, side: int) -> ImageSet:
         """The same set with square images of another side."""
@@ -138,16 +112,12 @@ class ImageSet:
         for number, picked in enumerate(torch.arange(len(self)).split(chunk)):
             draws = self.composer.draw(index, picked, keyed_generator(seed, number))
             made.append(self.composer.compose(self.images, self.labels, picked, draws))
-        parts = [one.parts for one in made if one.parts is not None]
-        part_labels = [one.part_labels for one in made if one.part_labels is not None]
-        return replace(
-            self,
-            images=torch.cat([one.images for one in made]),
-            labels=torch.cat([one.labels for one in made]),
-            parts=torch.cat(parts) if parts else None,
-            part_labels=torch.cat(part_labels) if part_labels else None,
-            composer=None,
-        )
+        columns: dict[str, Any] = {
+            name: torch.cat(column)
+            for name, column in zip(Composed._fields, zip(*made, strict=True), strict=True)
+            if column[0] is not None
+        }
+        return replace(self, composer=None, **columns)
 
     def fingerprint(self) -> str:
         """sha256 over the pixels and labels in order: equal for every lossless copy of the data set."""

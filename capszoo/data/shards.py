@@ -29,8 +29,6 @@ from capszoo.images import IMAGE_SUFFIXES
 from .errors import DataError
 from .readers import MAX_LABEL
 
-__all__ = ["ShardIndex", "expand_shards", "member_name", "read_index", "read_member", "shards_of_split"]
-
 _BLOCK = 512  # block size of a tar file
 _MAX_LABEL_BYTES = 2**20
 _MAX_NAME = 200  # characters of a class name
@@ -173,14 +171,6 @@ def read_index(paths: Sequence[Path], threads: int = 1) -> ShardIndex:
 
 def _cache_file(paths: Sequence[Path]) -> Path | None:
     """File of the cache for an index; None without a folder for the cache."""
-    key = _key(paths)
-    try:
-        return cache_folder() / "shards" / f"{key}.npz"
-    except CapszooError:
-        return None
-
-
-def _key(paths: Sequence[Path]) -> str:
     try:
         stats = [path.stat() for path in paths]
     except OSError as error:
@@ -188,7 +178,11 @@ def _key(paths: Sequence[Path]) -> str:
     rows = [
         f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns}" for path, stat in zip(paths, stats, strict=True)
     ]
-    return hashlib.sha256("\n".join(rows).encode("utf-8", "surrogateescape")).hexdigest()
+    key = hashlib.sha256("\n".join(rows).encode("utf-8", "surrogateescape")).hexdigest()
+    try:
+        return cache_folder() / "shards" / f"{key}.npz"
+    except CapszooError:
+        return None
 
 
 def _read_cached(path: Path, paths: Sequence[Path]) -> ShardIndex | None:
@@ -317,30 +311,21 @@ def _label(kind: str, raw: bytes) -> int | str | None:
     return label if named and not _NUMBER.fullmatch(str(label)) else None  # type: ignore[return-value]
 
 
-def read_member(path: Path, offset: int, size: int) -> bytes:
-    """The bytes of a member.
+def read_member(path: Path, offset: int, size: int) -> tuple[str, bytes]:
+    """Name (at most 100 characters, from the header) and bytes of the member that begins at ``offset``.
 
     Raises:
         DataError: the file cannot be read, or has been truncated.
     """
     try:
         with open(path, "rb", buffering=0) as file:
-            file.seek(offset)
-            raw = file.read(size)
+            file.seek(offset - _BLOCK)
+            raw = file.read(_BLOCK + size)
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror or error}") from error
-    if len(raw) != size:
+    if len(raw) != _BLOCK + size:
         raise DataError(f"{path} has become shorter since it was indexed")
-    return raw
-
-
-def member_name(path: Path, offset: int) -> str:
-    """The name of the member whose bytes begin at ``offset``, from its header (at most 100 characters)."""
-    try:
-        header = tarfile.TarInfo.frombuf(read_member(path, offset - _BLOCK, _BLOCK), "utf-8", "replace")
-    except (DataError, tarfile.TarError, ValueError):
-        return f"byte {offset}"
-    return _shown(header.name)
+    return _shown(raw[:100].partition(b"\0")[0].decode(errors="replace")), raw[_BLOCK:]
 
 
 def _shown(name: str) -> str:

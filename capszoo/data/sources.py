@@ -28,8 +28,6 @@ from .roots import environment_roots, given_root
 from .sets import ImageSet, StreamedSet, sized
 from .specs import PREFIXES, DatasetSpec, Side, both_sides, dataset_spec
 
-__all__ = ["TEST_SEEDS", "load_dataset"]
-
 _IDX = {"train": "train", "test": "t10k"}
 _SYSTEM_FOLDERS = {"fashion_mnist": Path("/usr/share/datasets/fashion-mnist")}
 
@@ -44,7 +42,6 @@ _FIRST_LABELS = {
     ("fashion_mnist", "test"): (9, 2, 1, 1, 6),
 }
 
-_NORB_STEMS = {"train": "training", "test": "testing"}
 # Columns of smallNORB's info: instance, elevation (0 to 8), azimuth (tens of degrees), lighting.
 _NORB_TRAINED = {
     "smallnorb_azimuth": (2, (30, 32, 34, 0, 2, 4)),
@@ -81,7 +78,7 @@ def _read_cifar(spec: DatasetSpec, split: str, folder: Path) -> tuple[Tensor, Te
 
 def _read_norb(spec: DatasetSpec, split: str, folder: Path) -> tuple[Tensor, Tensor] | None:
     """Images [n, 2, 96, 96] and labels of smallNORB; for its viewpoint sets, only the images that belong to them."""
-    stem = _NORB_STEMS["train" if split == "train" else "test"]
+    stem = "training" if split == "train" else "testing"
     paths = {
         kind: next(iter(sorted(folder.glob(f"smallnorb-*-{stem}-{kind}.mat*"))), None)
         for kind in ("dat", "cat", "info")
@@ -194,20 +191,10 @@ def load_dataset(
     Raises:
         DataError: a missing, truncated or wrong file; the message is one line, with a remedy.
     """
-    if any(name.startswith(prefix) for prefix in PREFIXES):
-        from .folders import open_set
+    if name.startswith(tuple(PREFIXES)):
+        from .folders import Reading, open_set
 
-        return open_set(
-            name,
-            split,
-            data,
-            size=size,
-            resize=resize,
-            download=download,
-            skipped=skipped,
-            channels=channels,
-            framing=framing,
-        )
+        return open_set(name, split, data, download, Reading(size, resize, skipped, channels, framing))
     spec = dataset_spec(name)
     if split not in spec.counts:
         raise DataError(f"unknown split '{split}' of {spec.title}: there are {', '.join(spec.counts)}")
@@ -215,12 +202,10 @@ def load_dataset(
         return _composed(spec, split, data, count, (size, resize), download)
     roots = _roots(spec, data)
     if spec.name == "h_imagenet":
-        from .folders import open_h_imagenet
+        from .folders import Reading, open_h_imagenet
 
-        folders = list(_folders(spec, roots))
-        return open_h_imagenet(
-            spec, split, folders, size=size, resize=resize, skipped=skipped, framing=framing
-        )
+        reading = Reading(size, resize, skipped, framing=framing)
+        return open_h_imagenet(spec, split, list(_folders(spec, roots)), reading)
     expected = spec.counts[split] if count is None else count
     split_images = _find(spec, split, roots, expected)
     origin = "smallnorb" if name in _NORB_TRAINED else name

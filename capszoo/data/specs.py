@@ -10,27 +10,7 @@ from typing import TypeAlias
 from capszoo._utils.files import expanded
 from capszoo.errors import unknown_name
 
-from .errors import DataError
-
-__all__ = [
-    "DATASETS",
-    "Side",
-    "both_sides",
-    "shown_sides",
-    "PREFIXES",
-    "RESIZED",
-    "DatasetSpec",
-    "check_channels",
-    "check_name",
-    "dataset_spec",
-    "folder_name",
-    "is_data_set",
-    "is_text",
-    "list_sets",
-    "source_name",
-    "table_name",
-]
-
+from .errors import DataError, UnknownDataset
 
 #: Rows and columns of images, or the side of squares.
 Side: TypeAlias = "int | tuple[int, int]"
@@ -146,6 +126,8 @@ _AFFNIST = replace(
     base="mnist",
 )
 
+_FASHION_NAMES = "T-shirt/top; Trouser; Pullover; Dress; Coat; Sandal; Shirt; Sneaker; Bag; Ankle boot"
+
 _CIFAR100_NAMES = """
 apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus butterfly camel can castle
 caterpillar cattle chair chimpanzee clock cloud cockroach couch crab crocodile cup dinosaur dolphin elephant flatfish
@@ -163,18 +145,7 @@ DATASETS: dict[str, DatasetSpec] = {
         DatasetSpec(
             name="fashion_mnist",
             title="Fashion-MNIST",
-            label_names=(
-                "T-shirt/top",
-                "Trouser",
-                "Pullover",
-                "Dress",
-                "Coat",
-                "Sandal",
-                "Shirt",
-                "Sneaker",
-                "Bag",
-                "Ankle boot",
-            ),
+            label_names=tuple(_FASHION_NAMES.split("; ")),
             input_size=(1, 28, 28),
             mean=(0.2860,),
             std=(0.3530,),
@@ -186,18 +157,7 @@ DATASETS: dict[str, DatasetSpec] = {
         DatasetSpec(
             name="cifar10",
             title="CIFAR-10",
-            label_names=(
-                "airplane",
-                "automobile",
-                "bird",
-                "cat",
-                "deer",
-                "dog",
-                "frog",
-                "horse",
-                "ship",
-                "truck",
-            ),
+            label_names=tuple("airplane automobile bird cat deer dog frog horse ship truck".split()),
             input_size=(3, 32, 32),
             mean=(0.4914, 0.4822, 0.4465),
             std=(0.2470, 0.2435, 0.2616),
@@ -220,13 +180,7 @@ DATASETS: dict[str, DatasetSpec] = {
             mean=(0.5071, 0.4865, 0.4409),
             std=(0.2673, 0.2564, 0.2762),
             counts={"train": 50_000, "test": 10_000},
-            folders=(
-                "cifar100",
-                "cifar100/cifar100",
-                "cifar-100-binary",
-                "cifar100/cifar-100-binary",
-                "",
-            ),
+            folders=("cifar100", "cifar100/cifar100", "cifar-100-binary", "cifar100/cifar-100-binary", ""),
             source="Krizhevsky: Learning Multiple Layers of Features from Tiny Images",
             remedy="the Hub's uoft-cs/cifar100 or the binary version (cifar-100-binary) will do",
         ),
@@ -257,17 +211,14 @@ DATASETS: dict[str, DatasetSpec] = {
         _SMALLNORB,
         # Hinton et al. 2018, section 5.1: train on some viewpoints of the training objects; `test` has the other
         # viewpoints of the test objects, `familiar` those used in training.
-        replace(
-            _SMALLNORB,
-            name="smallnorb_azimuth",
-            title="smallNORB, novel azimuths",
-            counts={"train": 8_100, "test": 16_200, "familiar": 8_100},
-        ),
-        replace(
-            _SMALLNORB,
-            name="smallnorb_elevation",
-            title="smallNORB, novel elevations",
-            counts={"train": 8_100, "test": 16_200, "familiar": 8_100},
+        *(
+            replace(
+                _SMALLNORB,
+                name=f"smallnorb_{angle}",
+                title=f"smallNORB, novel {angle}s",
+                counts={"train": 8_100, "test": 16_200, "familiar": 8_100},
+            )
+            for angle in ("azimuth", "elevation")
         ),
         _AFFNIST,
         replace(
@@ -370,7 +321,7 @@ def check_name(name: str) -> str:
     if prefix and len(name) > len(prefix):
         return name
     if prefix:
-        raise DataError(f"'{name}' must be followed by: {PREFIXES[prefix]}")
+        raise UnknownDataset(f"'{name}' must be followed by: {PREFIXES[prefix]}")
     return dataset_spec(name).name
 
 
@@ -388,7 +339,7 @@ def dataset_spec(name: str) -> DatasetSpec:
         return DATASETS[name]
     if _prefix(name):
         raise DataError(f"what {name} holds is known once it is loaded")
-    raise DataError(unknown_name("data set", name, [*DATASETS, *(f"{prefix}…" for prefix in PREFIXES)]))
+    raise UnknownDataset(unknown_name("data set", name, [*DATASETS, *(f"{prefix}…" for prefix in PREFIXES)]))
 
 
 def list_sets() -> list[dict[str, str]]:

@@ -11,8 +11,6 @@ from capszoo.images import IMAGE_SUFFIXES
 
 from .sets import ImageSet, StreamedSet
 
-__all__ = ["SetSummary", "shown_suffixes", "suffix_of", "summarise"]
-
 #: Number of classes up to which the sentence states the images of each.
 _ALL_NAMED = 6
 _KINDS_NAMED = 4

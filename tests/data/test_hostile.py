@@ -16,9 +16,10 @@ from PIL import Image
 
 from capszoo._utils.files import read_npz
 from capszoo.data import DataError, load_dataset, readers
-from capszoo.data.readers import image_below, parquet_label_names, read_idx, read_parquet, read_svhn_mat
+from capszoo.data.readers import parquet_label_names, read_parquet
 from capszoo.errors import CapszooError
 from tests.support.errors import refuses
+from tests.support.formats import write_idx
 
 pa = pytest.importorskip("pyarrow", reason="parquet files need pyarrow")
 pq = pytest.importorskip("pyarrow.parquet", reason="parquet files need pyarrow")
@@ -41,38 +42,27 @@ def _table(folder: Path, images: Any, labels: Any = None, metadata: bytes | None
 
 
 def test_a_table_does_not_read_files_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    secret, below = tmp_path / "secret.png", tmp_path / "images"
+    secret, below, pipe = tmp_path / "secret.png", tmp_path / "images", tmp_path / "pipe"
     secret.write_bytes(_png(7))
     below.mkdir()
     (below / "own.png").write_bytes(_png(9))
-    os.mkfifo(tmp_path / "pipe")
-    opened: list[Any] = []
-    whole = Image.open
-    monkeypatch.setattr(
-        Image, "open", lambda source, **rest: (opened.append(source), whole(source, **rest))[1]
-    )
-    for cell in (str(secret), str(tmp_path / "pipe"), "/dev/zero", "x\0y"):
-        for column in ([cell] * 6, [{"bytes": None, "path": cell}] * 6):
-            _table(tmp_path, column)
-            with refuses(DataError, names=["images", "machine"]):
+    (below / "link.png").symlink_to(secret)
+    os.mkfifo(pipe)
+    with monkeypatch.context() as patched:
+        patched.setattr(Image, "open", lambda *_, **__: pytest.fail("opened"))
+        for cell in (str(secret), str(pipe), "/dev/zero", "x\0y"):
+            for column in ([cell] * 6, [{"bytes": None, "path": cell}] * 6):
+                _table(tmp_path, column)
+                with refuses(DataError, names=["images", "machine"]):
+                    load_dataset(f"parquet:{tmp_path}", "train")
+        patched.setenv("CAPSZOO_IMAGE_PATHS", str(below))  # the option
+        for cell in (str(secret), "../secret.png", "link.png", str(pipe), "absent.png", ".", "x\0y"):
+            _table(tmp_path, [cell] * 6)
+            with refuses(DataError, names=["file", "below"]):
                 load_dataset(f"parquet:{tmp_path}", "train")
-    assert not opened
-    monkeypatch.setenv("CAPSZOO_IMAGE_PATHS", str(below))  # the option
-    for cell in (str(secret), "../secret.png", str(tmp_path / "pipe"), "absent.png", ".", "x\0y"):
-        _table(tmp_path, [cell] * 6)
-        with refuses(DataError, names=["file", "below"]):
-            load_dataset(f"parquet:{tmp_path}", "train")
-    assert not opened
+    monkeypatch.setenv("CAPSZOO_IMAGE_PATHS", str(below))
     _table(tmp_path, ["own.png"] * 2)
     assert int(load_dataset(f"parquet:{tmp_path}", "train").images.max()) == 9
-
-
-def test_a_link_out_of_the_folder_is_not_followed(tmp_path: Path) -> None:
-    (tmp_path / "in").mkdir()
-    (tmp_path / "out.png").write_bytes(_png())
-    (tmp_path / "in" / "link.png").symlink_to(tmp_path / "out.png")
-    with refuses(DataError, names=["file", "below"]):
-        image_below(tmp_path / "in", "link.png", "a table")
 
 
 @pytest.mark.parametrize(
@@ -89,17 +79,12 @@ def test_a_label_is_a_class_and_there_are_not_many(tmp_path: Path, label: int, s
 
 
 @pytest.mark.parametrize(
-    "labels", [[0.5, 1.7], [[0], [1]], [b"0", b"1"], [0, None], [None, None], [True, False]]
+    "labels", [[0.5, 1.7], [[0], [1]], [b"0", b"1"], [0, None], [None, None], [True, False], ["0", "1"]]
 )
-def test_labels_are_whole_numbers_or_text(tmp_path: Path, labels: list[Any]) -> None:
+def test_labels_of_a_named_set_are_whole_numbers(tmp_path: Path, labels: list[Any]) -> None:
     path = _table(tmp_path, [_png()] * 2, labels)
-    with refuses(DataError, names=["label", "column", "numbers"]):
+    with refuses(DataError, names=["numbers"]):
         read_parquet([path], 1)
-
-
-def test_the_labels_of_a_named_data_set_are_numbers(tmp_path: Path) -> None:
-    with refuses(DataError, names=["labels", "text"]):
-        read_parquet([_table(tmp_path, [_png()] * 2, ["0", "1"])], 1)
 
 
 @pytest.mark.parametrize(
@@ -125,58 +110,29 @@ def test_a_value_that_stands_in_every_row(tmp_path: Path, monkeypatch: pytest.Mo
         read_parquet([path], 1)
 
 
-def test_damaged_tables_are_one_line(tmp_path: Path) -> None:
-    path = _table(tmp_path, [_png()] * 6)
-    content = path.read_bytes()
-    for cut in range(0, len(content), 97):
-        path.write_bytes(content[:cut])
-        with pytest.raises(DataError):
-            read_parquet([path], 1)
-    _table(tmp_path, pa.array([], pa.binary()), pa.array([], pa.int64()))
+def test_an_empty_table_is_one_line(tmp_path: Path) -> None:
+    path = _table(tmp_path, pa.array([], pa.binary()), pa.array([], pa.int64()))
     with refuses(DataError, names=["holds", "images"]):
         read_parquet([path], 1)
-
-
-def _idx(shape: tuple[int, ...]) -> bytes:
-    return bytes([0, 0, 8, len(shape)]) + b"".join(size.to_bytes(4, "big") for size in shape)
 
 
 def test_a_packed_file_is_not_unpacked_beyond_its_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Known sizes are limits: MNIST's test set has 10,000 images, whatever the file says."""
-    block = b"\0" * 2**20
-    for name, shape in (
-        ("t10k-images-idx3-ubyte.gz", (64, 1024, 1024)),
-        ("t10k-labels-idx1-ubyte.gz", (10_000,)),
-    ):
-        with gzip.open(tmp_path / name, "wb", compresslevel=1) as file:
-            file.write(_idx(shape))
-            for _ in range(64 if len(shape) == 3 else 0):
-                file.write(block)
-            if len(shape) == 1:
-                file.write(b"\0" * 10_000)
-    assert (tmp_path / "t10k-images-idx3-ubyte.gz").stat().st_size < 2**19
+    packed = tmp_path / "t10k-images-idx3-ubyte.gz"
+    with gzip.open(packed, "wb", compresslevel=1) as file:
+        file.write(bytes([0, 0, 8, 3]) + b"".join(size.to_bytes(4, "big") for size in (64, 1024, 1024)))
+        for _ in range(64):
+            file.write(bytes(2**20))
+    write_idx(tmp_path / "t10k-labels-idx1-ubyte.gz", np.zeros(10_000), compress=True)
+    assert packed.stat().st_size < 2**19
     taken: list[int] = []
     read = gzip.GzipFile.read
     monkeypatch.setattr(gzip.GzipFile, "read", lambda self, n=-1: (taken.append(n), read(self, n))[1])
     with refuses(DataError, names=["7,841,024", "holds", "bytes"]):
         load_dataset("mnist", "test", tmp_path)
     assert taken and all(0 < n < 8 * 2**20 for n in taken)
-    monkeypatch.setattr(readers, "MAX_FILE_BYTES", 2**20)
-    with refuses(DataError, names=["1,048,576", "holds", "bytes"]):
-        read_idx(tmp_path / "t10k-images-idx3-ubyte.gz", readers.MAX_FILE_BYTES)
-
-
-def test_svhn_labels_are_whole_numbers_and_sizes_are_looked_at_first(tmp_path: Path) -> None:
-    savemat = pytest.importorskip("scipy.io", reason="needs scipy").savemat
-    images = np.zeros((32, 32, 3, 2), np.uint8)
-    savemat(tmp_path / "a.mat", {"X": images, "y": np.array([[1.0], [10.0]])})
-    assert read_svhn_mat(tmp_path / "a.mat")[1].tolist() == [1, 0]
-    for wrong in (np.array([[1.0], [np.nan]]), np.array([[1.5], [2.0]])):
-        savemat(tmp_path / "b.mat", {"X": images, "y": wrong})
-        with pytest.raises(DataError, match="not a MATLAB 5 file"):
-            read_svhn_mat(tmp_path / "b.mat")
 
 
 def test_arrays_of_zeros_are_not_unpacked(tmp_path: Path) -> None:
@@ -188,11 +144,6 @@ def test_arrays_of_zeros_are_not_unpacked(tmp_path: Path) -> None:
     assert read_npz(path, ("pixels",))["pixels"].shape == (2**22,)
     with refuses(CapszooError, names=["x", "lacks", "array"]):
         read_npz(path, ("x",))
-    content = path.read_bytes()
-    for cut in (0, 1, 30, len(content) // 2, len(content) - 5):
-        path.write_bytes(content[:cut])
-        with refuses(CapszooError, names=["golden.npz", "readable"]):
-            read_npz(path, ("pixels",))
 
 
 def test_no_pickle_in_arrays(tmp_path: Path) -> None:

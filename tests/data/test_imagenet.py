@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from capszoo.data import DataError, load_dataset
 from capszoo.data.imagenet import Ilsvrc, build, class_accuracies, hardest, load_judge
 from tests.support.command import fails, succeeds
-from tests.support.errors import assert_names, refuses
+from tests.support.errors import refuses
 from tests.support.formats import write_image
 
 CLASSES = ["n00000001", "n00000002", "n00000003"]
@@ -135,10 +135,6 @@ def test_mistakes_are_one_line(ilsvrc: Path, tmp_path: Path) -> None:
         Ilsvrc(tmp_path / "empty")
     with refuses(DataError, names=["n9"]):
         build(ilsvrc, tmp_path / "out", {**dict.fromkeys(CLASSES, 0.5), "n9": 0.0}, count=2)
-    listed = tmp_path / "accuracies.json"
-    listed.write_text(json.dumps(dict.fromkeys(CLASSES, 0.5)))
-    line = fails(1, "data", "h-imagenet", ilsvrc, tmp_path / "out", "--accuracies", listed)
-    assert_names(line, ["200", "3", "classes"])
     note = ilsvrc / "Annotations" / "CLS-LOC" / "val" / "ILSVRC2012_val_00000000.xml"
     note.write_text("<annotation><object>")
     with refuses(DataError, names=["ILSVRC2012_val_00000000.xml"]):

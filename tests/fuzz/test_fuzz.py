@@ -43,44 +43,16 @@ from capszoo.preprocess import ImageTransform
 from capszoo.recipes.config import load_recipe
 from capszoo.recipes.training.checkpoints import latest_checkpoint, save_checkpoint
 from capszoo.summary import summarise
+from tests.support.formats import write_idx, write_norb_matrix, write_parquet, write_svhn
+
+pq = pytest.importorskip("pyarrow.parquet", reason="parquet files need pyarrow")
 
 #: What stands in for a value somewhere in a tree.
 ODD: list[Any] = [
-    None,
-    True,
-    False,
-    0,
-    -1,
-    1,
-    2.5,
-    1e308,
-    -1e-308,
-    10**30,
-    float("nan"),
-    float("inf"),
-    "",
-    "x",
-]
-ODD += [
-    "\x00",
-    "\x1b[31m",
-    "[/]",
-    "../..",
-    "hf-hub:a/b",
-    "local-dir:/",
-    "/etc/passwd",
-    "x" * 5000,
-    [],
-    {},
-    [[]],
-    [None],
-]
-ODD += [
-    {"a": 1},
-    ["a"] * 2000,
-    [10**9] * 3,
-    {"url": "file:///etc/passwd"},
-    {"checkpoint_path": "x"},
+    *(None, True, False, 0, -1, 1, 2.5, 1e308, -1e-308, 10**30, float("nan"), float("inf")),
+    *("", "x", "\x00", "\x1b[31m", "[/]", "../..", "hf-hub:a/b", "local-dir:/", "/etc/passwd", "x" * 5000),
+    *([], {}, [[]], [None], {"a": 1}, ["a"] * 2000, [10**9] * 3),
+    *({"url": "file:///etc/passwd"}, {"checkpoint_path": "x"}),
     "\ud800".encode("utf-8", "surrogatepass").decode("latin-1"),
 ]
 
@@ -143,70 +115,48 @@ class Inputs:
 
     def __init__(self, folder: Path, root: Path) -> None:
         self.folder = folder
-        net = capszoo.create_model("idpa_cnn", num_classes=3, in_chans=1, img_size=28, backbone_chans=8)
+        args = {"backbone_chans": 8}
+        net = capszoo.create_model("idpa_cnn", num_classes=3, in_chans=1, img_size=28, **args)
         self.weights = save(net.state_dict())
-        self.info = {
-            **dict(
-                architecture="idpa_cnn", tag="x", num_classes=3, input_size=[1, 28, 28], mean=[0.5], std=[0.5]
-            ),
-            **dict(
-                model_args={"backbone_chans": 8},
-                label_names=["a", "b", "c"],
-                crop_pct=0.9,
-                recipe={},
-                metrics={"test": {"top1": 99.5, "errors": 5, "n": 1000}},
-                license="apache-2.0",
-                num_params=1000,
-            ),
-            **dict(dataset={"name": "mnist"}, sha256=hashlib.sha256(self.weights).hexdigest()),
-        }
+        normal = {"input_size": [1, 28, 28], "mean": [0.5], "std": [0.5], "tag": "x", "crop_pct": 0.9}
         self.config = {
-            **dict(
-                architecture="idpa_cnn",
-                num_classes=3,
-                model_args={"backbone_chans": 8},
-                label_names=list("abc"),
-            ),
-            "pretrained_cfg": dict(input_size=[1, 28, 28], mean=[0.5], std=[0.5], tag="x", crop_pct=0.9),
+            **{"architecture": "idpa_cnn", "num_classes": 3, "model_args": args, "label_names": list("abc")},
+            "pretrained_cfg": normal,
         }
+        metrics = {"test": {"top1": 99.5, "errors": 5, "n": 1000}}
+        sha256 = hashlib.sha256(self.weights).hexdigest()
+        stated = {"recipe": {}, "metrics": metrics, "license": "apache-2.0", "num_params": 1000}
+        self.info = {**self.config, **normal, **stated, "dataset": {"name": "mnist"}, "sha256": sha256}
+        del self.info["pretrained_cfg"]
         path = root / "recipes" / "configs" / "idpa_cnn.mnist.yaml"
         self.recipe = yaml.safe_load(path.read_text())
-        rng = np.random.default_rng(0)
-        picture = Image.fromarray(rng.integers(0, 256, (20, 24, 3), dtype=np.uint8))
+        picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (20, 24, 3), dtype=np.uint8))
         self.images: list[bytes] = []
         for kind in ("PNG", "JPEG", "BMP", "GIF", "TIFF", "WEBP", "PPM", "PCX", "TGA", "SGI"):
-            buffer = io.BytesIO()
-            picture.save(buffer, kind)
-            self.images.append(buffer.getvalue())
-        self.idx = bytes([0, 0, 8, 3, 0, 0, 0, 4, 0, 0, 0, 5, 0, 0, 0, 5]) + bytes(100)
-        norb = [0x1E3D4C55, 3, 2, 5, 5]
-        self.norb = b"".join(value.to_bytes(4, "little") for value in norb) + bytes(50)
-        buffer = io.BytesIO()
+            picture.save(folder / "picture", kind)
+            self.images.append((folder / "picture").read_bytes())
+        self.idx = write_idx(folder / "data.bin", np.zeros((4, 5, 5))).read_bytes()
+        self.norb = write_norb_matrix(folder / "data.bin", np.zeros((2, 5, 5), np.uint8)).read_bytes()
+        self.mat = write_svhn(folder / "data.mat", np.zeros((2, 32, 32, 3), np.uint8), [1, 0]).read_bytes()
         np.savez_compressed(
-            buffer, pixels=np.zeros((2, 1, 28, 28), np.uint8), scores=np.zeros((2, 3), np.float32)
+            folder / "golden.npz", pixels=np.zeros((2, 1, 28, 28), np.uint8), scores=np.zeros((2, 3))
         )
-        self.npz = buffer.getvalue()
+        self.npz = (folder / "golden.npz").read_bytes()
         needed = ("model.onnx", "reference.npz", "preprocess.json", "labels.txt", "infer.py")
+        model = {"source": "", "state_sha256": "0" * 64, "outputs": ["scores"], "routing_iters_asked": None}
         self.manifest = {
-            "schema": 1,
-            "name": "toy",
-            "model": {
-                "source": "",
-                "state_sha256": "0" * 64,
-                "outputs": ["scores"],
-                "routing_iters_asked": None,
-            },
-            "opset": 20,
+            **{"schema": 1, "name": "toy", "model": model, "opset": 20, "labels": ["a", "b"], "engines": {}},
             "input": {"channels": 1, "size": [28, 28], "dtype": "float32"},
             "outputs": [{"name": "scores"}],
             "precision": {"model": "fp32"},
-            "labels": ["a", "b"],
-            "engines": {},
             "files": dict.fromkeys(needed, "0" * 64),
             "tolerance": 1e-4,
             "batch": {"min": 1, "usual": 8, "max": 32},
         }
-        self.parquet, self.mat = _table(self.images[0]), _mat()
+        named = json.dumps({"info": {"features": {"label": {"names": ["a", "b", "c"]}}}})
+        path = write_parquet(folder / "table.parquet", [np.asarray(picture)] * 3, [0, 1, 2])
+        pq.write_table(pq.read_table(path).replace_schema_metadata({"huggingface": named}), path)
+        self.parquet = path.read_bytes()
         run = folder / "run"
         state = {"threads": 1, "seconds": 1.0, "sums": [0.0, 0.0, 0.0], "updates_per_epoch": 3, "images": {}}
         for step in (1, 2):
@@ -305,36 +255,11 @@ class Inputs:
         assert checkpoint is not None and checkpoint.state["step"] >= 0
 
 
-def _table(image: bytes) -> bytes:
-    pa = pytest.importorskip("pyarrow", reason="parquet files need pyarrow")
-    import pyarrow.parquet as pq
-
-    named = json.dumps({"info": {"features": {"label": {"names": ["a", "b", "c"]}}}}).encode()
-    table = pa.table({"image": [{"bytes": image, "path": "x"}] * 3, "label": [0, 1, 2]})
-    buffer = io.BytesIO()
-    pq.write_table(table.replace_schema_metadata({"huggingface": named}), buffer)
-    return buffer.getvalue()
-
-
-def _mat() -> bytes:
-    from scipy.io import savemat
-
-    buffer = io.BytesIO()
-    savemat(buffer, {"X": np.zeros((32, 32, 3, 2), np.uint8), "y": np.array([[1.0], [10.0]])})
-    return buffer.getvalue()
-
-
 #: Cases of each kind: of the quick tests, and of all (13,500 in sum; no fewer than 10,000).
 KINDS = {
-    **dict(
-        metadata=(20, 1500),
-        shown=(60, 1000),
-        weights_file=(10, 1000),
-        configuration=(20, 1500),
-        recipe_file=(40, 1500),
-    ),
-    **dict(setting=(30, 500), image=(100, 2500), table=(30, 1000), binary=(60, 1500), golden=(40, 600)),
-    **dict(manifest_file=(40, 600), state=(20, 300)),
+    **{"metadata": (20, 1500), "shown": (60, 1000), "weights_file": (10, 1000), "configuration": (20, 1500)},
+    **{"recipe_file": (40, 1500), "setting": (30, 500), "image": (100, 2500), "table": (30, 1000)},
+    **{"binary": (60, 1500), "golden": (40, 600), "manifest_file": (40, 600), "state": (20, 300)},
 }
 
 

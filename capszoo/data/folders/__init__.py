@@ -19,17 +19,19 @@ from ..medmnist import medmnist_file, medmnist_set, read_medmnist
 from ..readers import idx_pair
 from ..sets import ImageSet, StreamedSet, sized
 from ..shards import shards_of_split
-from ..specs import Side
-from .common import SPLIT_NAMES, SPLITS, available_workers, folder_spec, locate
+from .common import SPLIT_NAMES, SPLITS, Decoded, Reading, available_workers, folder_spec, locate
 from .hub import fetch_repository, hub_splits, open_hub
-from .images import FileDecoder, holds_classes, open_h_imagenet, open_images, split_folder
+from .images import Files, holds_classes, open_h_imagenet, open_images, split_folder
 from .packed import Packed, parquet_shards, read_idx, read_packed_parquet
 from .tables import open_table, table_splits
 from .webdataset import find_shards, open_shards
 
 __all__ = [
-    "FileDecoder",
+    "Decoded",
+    "Files",
+    "Reading",
     "available_workers",
+    "folder_spec",
     "fetch_repository",
     "find_splits",
     "holds_classes",
@@ -39,16 +41,7 @@ __all__ = [
 
 
 def open_set(
-    name: str,
-    split: str,
-    data: str | Path | None,
-    *,
-    size: Side | None,
-    resize: Side | None,
-    download: str | Path | None,
-    skipped: list[str] | None = None,
-    channels: int | None = None,
-    framing: Framing | None = None,
+    name: str, split: str, data: str | Path | None, download: str | Path | None, reading: Reading
 ) -> ImageSet | StreamedSet:
     """Open a set with a prefix, ``imagefolder:PATH`` or another one; the arguments are those of ``load_dataset``.
 
@@ -59,24 +52,20 @@ def open_set(
     if split not in SPLITS:
         raise DataError(f"unknown split '{split}' of {name}: there are train, val, test")
     if kind == "hf":
-        return open_hub(name, source, split, data, size, resize, download, skipped, channels, framing)
+        return open_hub(name, source, split, data, download, reading)
     if kind == "wds":
-        return open_shards(name, source, split, data, size, resize, skipped, channels, framing)
+        return open_shards(name, source, split, data, reading)
     if kind == "csv":
-        return open_table(name, source, split, data, size, resize, skipped, channels, framing)
+        return open_table(name, source, split, data, reading)
     if kind == "imagefolder":
-        folder = locate(name, source, data)
-        return open_images(
-            name, folder, split, size, resize, skipped=skipped, channels=channels, framing=framing
-        )
-    framing = framing or Framing(value_range="set")
+        return open_images(name, locate(name, source, data), split, reading)
     if kind == "medmnist":
         facts = medmnist_set(source)
         if download is not None and medmnist_file(source, data) is None:
             data = fetch(name, split, download)
         packed = Packed(*read_medmnist(source, split, data), facts.label_names)
     elif kind == "parquet":
-        packed = read_packed_parquet(locate(name, source, data), split, size, resize, channels, framing)
+        packed = read_packed_parquet(locate(name, source, data), split, reading)
     else:
         packed = read_idx(locate(name, source, data), split)
     images, labels, label_names = packed.images, packed.labels, packed.label_names
@@ -90,8 +79,9 @@ def open_set(
     cropped = packed.cropped
     if packed.size:
         spec = replace(spec, input_size=(images.shape[1], *packed.size))
-    elif size or resize:
-        spec, side = sized(spec, size, resize)
+    elif reading.size or reading.resize:
+        framing = reading.framing or Framing()
+        spec, side = sized(spec, reading.size, reading.resize)
         cropped = cropped or cropped_share((columns, rows), side, crop_mode=framing.crop_mode)
         images = frame(images, side, framing.crop_mode, framing.mean or spec.mean)
     # labels of several classes are zeros and ones [n, classes]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import unicodedata
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
@@ -17,31 +18,10 @@ from ..._utils.files import expanded
 from ...errors import spelling_difference
 from ...images import Framing, cropped_share
 from ..errors import DataError
-from ..readers import MAX_LABEL, SetLook, look_at_set
+from ..readers import MAX_LABEL, MODES, SetLook, decode_image, look_at_set
 from ..roots import environment_roots, given_root
 from ..sets import Decoder, ImageSet, Origin, StreamedSet, stored_sides
 from ..specs import DatasetSpec, Side, shown_sides
-
-__all__ = [
-    "MEMORY_LIMIT",
-    "SPLITS",
-    "SPLIT_NAMES",
-    "available_workers",
-    "Label",
-    "decode_or_stream",
-    "encode_labels",
-    "fits_memory",
-    "folder_spec",
-    "framing_text",
-    "locate",
-    "look_alike",
-    "look_at_training",
-    "settled",
-    "sides",
-    "to_tensor",
-    "unreadable",
-    "usable_cores",
-]
 
 #: Bytes as uint8 up to which a set is held in memory.
 MEMORY_LIMIT = 2 * 2**30
@@ -54,22 +34,23 @@ SPLIT_NAMES = frozenset(name for names in SPLITS.values() for name in names)
 _IMAGENET_MEAN, _IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
-def locate(name: str, source: str, data: str | Path | None) -> Path:
-    """The folder below a data folder, or the one itself; that one first if no data folder is given.
+def locate(
+    name: str, source: str, data: str | Path | None, what: Literal["file", "folder"] = "folder"
+) -> Path:
+    """The folder or file below a data folder, or the one itself; that one first if no data folder is given.
 
     Raises:
         DataError: there is neither, or no folder ``data``.
     """
     itself = expanded(source)
-    places = (
-        [given_root(data) / source, itself]
-        if data
-        else [itself, *(root / source for root in environment_roots())]
-    )
-    folder = next((place for place in places if place.is_dir()), None)
-    if folder is None:
-        raise DataError(f"{name}: no such folder: {', '.join(dict.fromkeys(map(str, places)))}")
-    return folder
+    places = [itself, *(root / source for root in environment_roots())]
+    if data:
+        places = [given_root(data) / source, itself]
+    exists = Path.is_dir if what == "folder" else Path.is_file
+    found = next(filter(exists, places), None)
+    if found is None:
+        raise DataError(f"{name}: no such {what}: {', '.join(dict.fromkeys(map(str, places)))}")
+    return found
 
 
 def folder_spec(
@@ -138,10 +119,52 @@ def look_alike(name: str, names: Iterable[str]) -> str:
     return f" (it differs from {one!r} in {difference})" if difference else ""
 
 
-def to_tensor(image: np.ndarray) -> Tensor:
-    """An image ``[h, w]`` or ``[h, w, c]`` as ``[c, h, w]``."""
-    tensor = torch.from_numpy(np.array(image))  # Pillow's array is read-only
-    return tensor[None] if tensor.ndim == 2 else tensor.permute(2, 0, 1).contiguous()
+@dataclass(frozen=True)
+class Reading:
+    """How encoded images are read: the arguments of these names of ``load_dataset``."""
+
+    size: Side | None = None
+    resize: Side | None = None
+    skipped: list[str] | None = None
+    channels: int | None = None
+    framing: Framing | None = None
+
+
+class Source(Protocol):
+    """Encoded images of a split, in separate files or packed in some."""
+
+    def __len__(self) -> int: ...
+
+    def encoded(self, index: int) -> tuple[bytes | Path, Path | str]:
+        """An image, encoded or as a path, and its name."""
+
+    def files(self) -> str:
+        """A string that differs if the files do, and ends where that of the framing begins."""
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """The decoder of a streamed set."""
+
+    source: Source
+    mode: str
+    side: tuple[int, int]
+    framing: Framing = Framing()
+
+    def decode(self, index: int) -> Tensor:
+        encoded, name = self.source.encoded(index)
+        # Pillow's array is read-only
+        image = torch.from_numpy(np.array(decode_image(encoded, self.mode, name, self.side, self.framing)))
+        return image[None] if image.ndim == 2 else image.permute(2, 0, 1).contiguous()
+
+    def fingerprint(self) -> str:
+        """Size and framing are stated too; for squares of the middle, the side alone."""
+        parts = [shown_sides(self.side)]
+        if self.framing.crop_mode != "center":
+            parts.append(self.framing.crop_mode)
+        if self.framing.value_range not in (None, (0.0, 1.0), (0.0, 65535.0)):
+            parts.append(repr(self.framing.value_range))
+        return self.source.files() + " ".join(parts)
 
 
 def usable_cores() -> int:
@@ -230,49 +253,37 @@ def sides(size: Side | None, resize: Side | None) -> tuple[tuple[int, int], tupl
     return stored_sides(size or DEFAULT_SIZE, resize, 8 / 7)
 
 
-def look_at_training(
-    image_at: Callable[[int], tuple[bytes | Path, Path | str]],
-    count: int,
-    channels: int | None,
-    framing: Framing | None,
-) -> SetLook:
-    """What the training images say of what is not asked for: channels, range of values, sizes.
+def mean_cropped(sizes: Sequence[tuple[int, int]], side: tuple[int, int], framing: Framing) -> float | None:
+    """Mean share of the area of images (width, height) that framing cuts off; None without images."""
+    lost = [cropped_share(one, side, crop_mode=framing.crop_mode) for one in sizes]
+    return sum(lost) / len(lost) if lost else None
 
-    Args:
-        image_at, count, channels: as for ``look_at_set``.
-        framing: as asked for; None: one range for the set.
+
+def open_source(
+    name: str,
+    split: str,
+    source: Source,
+    training: Source,
+    labels: Tensor,
+    label_names: Sequence[str],
+    reading: Reading,
+    shards: Tensor | None = None,
+    origin: Origin | None = None,
+) -> ImageSet | StreamedSet:
+    """A set of a split's images, whose channels and range of values are those of the training images if not asked for.
+
+    Its specification also states how much of the images is cropped away, and what of their files is not read.
     """
-    value_range = framing.value_range if framing else "set"
-    if value_range == "set":
-        return look_at_set(image_at, count, channels)
-    return SetLook(channels or look_at_set(image_at, count, ranges=False).channels, value_range)
-
-
-def settled(
-    spec: DatasetSpec, framing: Framing | None, looked: SetLook, side: tuple[int, int]
-) -> tuple[DatasetSpec, Framing]:
-    """A set's specification and framing, with the colour of its border and the range of its values.
-
-    The specification also states how much of the images is cropped away, and what of their files is not read.
-
-    Args:
-        spec: of the set.
-        framing: as asked for; None: the middle.
-        looked: at the training images.
-        side: rows and columns of the stored images.
-    """
-    framing = framing or Framing()
-    framing = replace(framing, mean=framing.mean or spec.mean, value_range=looked.value_range)
-    lost = [cropped_share(size, side, crop_mode=framing.crop_mode) for size in looked.sizes]
-    cropped = sum(lost) / len(lost) if lost else None
-    return replace(spec, value_range=looked.value_range, cropped=cropped, notes=looked.notes), framing
-
-
-def framing_text(side: tuple[int, int], framing: Framing) -> str:
-    """What a fingerprint states of the decoded images' size and framing; for squares of the middle, the side alone."""
-    parts = [shown_sides(side)]
-    if framing.crop_mode != "center":
-        parts.append(framing.crop_mode)
-    if framing.value_range not in (None, (0.0, 1.0), (0.0, 65535.0)):
-        parts.append(repr(framing.value_range))
-    return " ".join(parts)
+    framing = reading.framing or Framing(value_range="set")
+    if framing.value_range == "set":
+        look = look_at_set(training.encoded, len(training), reading.channels)
+    else:
+        channels = reading.channels or look_at_set(training.encoded, len(training), ranges=False).channels
+        look = SetLook(channels, framing.value_range)
+    size, side = sides(reading.size, reading.resize)
+    spec = folder_spec(name, label_names, (look.channels, *size), len(labels), split)
+    framing = replace(framing, mean=framing.mean or spec.mean, value_range=look.value_range)
+    cropped = mean_cropped(look.sizes, side, framing)
+    spec = replace(spec, value_range=look.value_range, cropped=cropped, notes=look.notes)
+    decoder = Decoded(source, MODES[look.channels], side, framing)
+    return decode_or_stream(spec, split, decoder, labels, side, reading.skipped, shards, origin)

@@ -14,26 +14,10 @@ from torch import Tensor
 from capszoo._utils.files import cache_folder, expanded, writable_cache
 from capszoo.errors import CapszooError, first_line, install_hint
 
-from ...images import Framing
 from ..errors import DataError
-from ..readers import LABEL_COLUMNS, MODES, decode_image, image_below
+from ..readers import LABEL_COLUMNS, image_below
 from ..sets import ImageSet, StreamedSet
-from ..specs import Side
-from .common import (
-    SPLITS,
-    Label,
-    decode_or_stream,
-    encode_labels,
-    folder_spec,
-    framing_text,
-    locate,
-    look_at_training,
-    settled,
-    sides,
-    to_tensor,
-)
-
-__all__ = ["fetch_repository", "hub_splits", "open_hub"]
+from .common import SPLITS, Label, Reading, encode_labels, locate, open_source
 
 
 @dataclass(frozen=True)
@@ -42,17 +26,16 @@ class _Rows:
 
     rows: Any
     column: str
-    mode: str
-    side: tuple[int, int]
     folder: Path
-    framing: Framing = Framing()
 
-    def decode(self, index: int) -> Tensor:
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def encoded(self, index: int) -> tuple[bytes | Path, str]:
         row = f"row {index} of {self.column}"
-        encoded = _cell(self.rows[index][self.column], self.folder, row)
-        return to_tensor(decode_image(encoded, self.mode, row, self.side, self.framing))
+        return _cell(self.rows[index][self.column], self.folder, row), row
 
-    def fingerprint(self) -> str:
+    def files(self) -> str:
         # not the rows' own: it depends on the paths and times of the files
         paths = (path.relative_to(self.folder) for path in self.folder.rglob("*") if path.is_file())
         files = [
@@ -60,7 +43,7 @@ class _Rows:
             for path in sorted(paths)
             if not any(part.startswith(".") for part in path.parts)  # caches of the Hub's client
         ]
-        return "\n".join([*files, f"{self.column} {len(self.rows)} {framing_text(self.side, self.framing)}"])
+        return "\n".join([*files, f"{self.column} {len(self.rows)} "])
 
 
 def _cell(cell: dict[str, Any] | None, folder: Path, row: str) -> bytes | Path:
@@ -95,12 +78,8 @@ def open_hub(
     repository: str,
     split: str,
     data: str | Path | None,
-    size: Side | None,
-    resize: Side | None,
     download: str | Path | None,
-    skipped: list[str] | None,
-    channels: int | None = None,
-    framing: Framing | None = None,
+    reading: Reading,
 ) -> ImageSet | StreamedSet:
     """A split of a Hub repository, downloaded earlier or now."""
     splits, folder = hub_splits(name, repository, data, download)  # raises an error if the library is missing
@@ -121,17 +100,9 @@ def open_hub(
             "name that of the labels label, with whole numbers or text"
         )
     labels, label_names = _labels(name, part, rows, training, label)
-    rows, looked = (one.cast_column(image, datasets.Image(decode=False)) for one in (rows, training))
-
-    def image_at(index: int) -> tuple[bytes | Path, str]:
-        return _cell(looked[index][image], folder, name), name
-
-    look = look_at_training(image_at, len(looked), channels, framing)
-    size, side = sides(size, resize)
-    spec = folder_spec(name, label_names, (look.channels, *size), len(labels), split)
-    spec, framing = settled(spec, framing, look, side)
-    decoder = _Rows(rows, image, MODES[look.channels], side, folder, framing)
-    return decode_or_stream(spec, split, decoder, labels, side, skipped)
+    undecoded = (one.cast_column(image, datasets.Image(decode=False)) for one in (rows, training))
+    source, looked = (_Rows(one, image, folder) for one in undecoded)
+    return open_source(name, split, source, looked, labels, label_names, reading)
 
 
 def _labels(name: str, part: str, rows: Any, training: Any, column: str) -> tuple[Tensor, list[str]]:

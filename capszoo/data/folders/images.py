@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import unicodedata
 from collections import Counter
@@ -11,30 +10,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
+from capszoo._utils.files import read_json_object
 from capszoo.errors import CapszooError
 from capszoo.images import Framing, files_below, is_hidden, is_visible_image
 
 from ..errors import DataError
-from ..readers import MODES, decode_image
+from ..readers import MODES
 from ..sets import ImageSet, Origin, StreamedSet, sized
-from ..specs import DatasetSpec, Side, is_text
+from ..specs import DatasetSpec, is_text
 from ..summary import shown_suffixes, suffix_of
-from .common import (
-    SPLIT_NAMES,
-    SPLITS,
-    decode_or_stream,
-    folder_spec,
-    framing_text,
-    look_alike,
-    look_at_training,
-    settled,
-    sides,
-    to_tensor,
-)
-
-__all__ = ["FileDecoder", "holds_classes", "open_h_imagenet", "open_images", "split_folder"]
+from .common import SPLIT_NAMES, SPLITS, Decoded, Reading, decode_or_stream, look_alike, open_source
 
 #: Names, in lower case, that mean a split; only those of ``SPLIT_NAMES`` are read as one.
 _SPLIT_WORDS = SPLIT_NAMES | {
@@ -44,22 +30,21 @@ _SPLIT_WORDS = SPLIT_NAMES | {
 
 
 @dataclass(frozen=True)
-class FileDecoder:
+class Files:
     """Images in separate files."""
 
     root: Path
     paths: tuple[str, ...]
-    mode: str
-    side: tuple[int, int]
-    framing: Framing = Framing()
 
-    def decode(self, index: int) -> Tensor:
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def encoded(self, index: int) -> tuple[Path, Path]:
         path = self.root / self.paths[index]
-        return to_tensor(decode_image(path, self.mode, path, self.side, self.framing))
+        return path, path
 
-    def fingerprint(self) -> str:
-        files = "\n".join(f"{path} {_size(self.root / path)}" for path in self.paths)
-        return f"{files}\n{framing_text(self.side, self.framing)}"
+    def files(self) -> str:
+        return "".join(f"{path} {_size(self.root / path)}\n" for path in self.paths)
 
 
 def _size(path: Path) -> int:
@@ -71,15 +56,7 @@ def _size(path: Path) -> int:
 
 
 def open_images(
-    name: str,
-    folder: Path,
-    split: str,
-    size: Side | None,
-    resize: Side | None,
-    spec: DatasetSpec | None = None,
-    skipped: list[str] | None = None,
-    channels: int | None = None,
-    framing: Framing | None = None,
+    name: str, folder: Path, split: str, reading: Reading, spec: DatasetSpec | None = None
 ) -> ImageSet | StreamedSet:
     """A folder with a sub-folder per class, in a folder per split; without split folders, all is the training split."""
     root = split_folder(folder, SPLITS[split])
@@ -96,25 +73,20 @@ def open_images(
         raise DataError(f"{name}: {root} has the class {shown}, which {training} lacks{like}")
     listed = _listed(root, numbers)
     _refuse_empty(name, root, numbers, listed, every=split == "train")
-    paths = listed.paths
     labels = torch.tensor(listed.targets, dtype=torch.int64)
-    if spec is None:
-        size, side = sides(size, resize)
-        looked = paths if split == "train" else _listed(training, numbers).paths  # one look for all splits
-        look = look_at_training(
-            lambda k: (training / looked[k], training / looked[k]), len(looked), channels, framing
-        )
-        spec = folder_spec(name, list(numbers), (look.channels, *size), len(paths), split)
-        spec, framing = settled(spec, framing, look, side)
-    else:
-        spec, side = sized(replace(spec, label_names=tuple(numbers)), size, resize)
+    files = Files(root, listed.paths)
     origin = Origin(
         listed.left_out,
         _beside(folder, root, training if split == "train" else None),
         _merged_splits(root, own),
     )
-    decoder = FileDecoder(root, paths, MODES[spec.input_size[0]], side, framing or Framing())
-    return decode_or_stream(spec, split, decoder, labels, side, skipped, origin=origin)
+    if spec is not None:
+        spec, side = sized(replace(spec, label_names=tuple(numbers)), reading.size, reading.resize)
+        decoder = Decoded(files, MODES[spec.input_size[0]], side, reading.framing or Framing())
+        return decode_or_stream(spec, split, decoder, labels, side, reading.skipped, origin=origin)
+    # one look for all splits
+    trained = files if split == "train" else Files(training, _listed(training, numbers).paths)
+    return open_source(name, split, files, trained, labels, list(numbers), reading, origin=origin)
 
 
 def _no_split(name: str, folder: Path, missing: Sequence[str]) -> DataError:
@@ -320,26 +292,19 @@ def _listed(root: Path, numbers: dict[str, int]) -> _Listed:
 
 
 def open_h_imagenet(
-    spec: DatasetSpec,
-    split: str,
-    folders: Sequence[Path],
-    *,
-    size: Side | None,
-    resize: Side | None,
-    skipped: list[str] | None = None,
-    framing: Framing | None = None,
+    spec: DatasetSpec, split: str, folders: Sequence[Path], reading: Reading
 ) -> ImageSet | StreamedSet:
     """h-ImageNet as written by ``capszoo.data.imagenet.build``; its counts must match its manifest."""
     folder = next((folder for folder in folders if (folder / "h_imagenet.json").is_file()), None)
     if folder is None:
         raise DataError(f"{spec.title} not found in any data folder: {spec.remedy}")
     try:
-        manifest = json.loads((folder / "h_imagenet.json").read_text(encoding="utf-8"))
+        manifest = read_json_object(folder / "h_imagenet.json")
         expected = manifest["counts"]["train" if split == "train" else "val"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (KeyError, TypeError) as error:
         raise DataError(f"{folder / 'h_imagenet.json'} is damaged ({error}): build the set again") from error
-    images = open_images(spec.name, folder, split, size, resize, spec, skipped, framing=framing)
-    if not skipped and len(images) != expected:
+    images = open_images(spec.name, folder, split, reading, spec)
+    if not reading.skipped and len(images) != expected:
         raise DataError(
             f"{folder} holds {len(images)} images of {spec.title} ({split}), its manifest says {expected}"
         )

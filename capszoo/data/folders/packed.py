@@ -10,19 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...images import Framing, ValueRange, cropped_share
+from ...images import Framing, ValueRange
 from ..errors import DataError
-from ..readers import (
-    idx_pair,
-    parquet_label_names,
-    read_idx_pair,
-    read_labelled_parquet,
-    survey_parquet,
-)
-from ..specs import Side
-from .common import SPLITS, encode_labels, fits_memory, sides
-
-__all__ = ["parquet_shards", "read_idx", "read_packed_parquet"]
+from ..readers import idx_pair, parquet_label_names, read_idx_pair, read_labelled_parquet, survey_parquet
+from .common import SPLITS, Reading, encode_labels, fits_memory, mean_cropped, sides
 
 
 class Packed(NamedTuple):
@@ -42,7 +33,7 @@ class Packed(NamedTuple):
     labels: Tensor
     label_names: Sequence[str]
     size: tuple[int, int] | None = None
-    cropped: float = 0.0
+    cropped: float | None = 0.0
     value_range: ValueRange | None = None
     notes: tuple[str, ...] = ()
 
@@ -72,14 +63,7 @@ def read_idx(folder: Path, split: str) -> Packed:
     return Packed(images, encoded, label_names)
 
 
-def read_packed_parquet(
-    folder: Path,
-    split: str,
-    size: Side | None,
-    resize: Side | None,
-    channels: int | None = None,
-    framing: Framing | None = None,
-) -> Packed:
+def read_packed_parquet(folder: Path, split: str, reading: Reading) -> Packed:
     """Read a split of the set ``parquet:PATH``.
 
     Images keep their size unless one is given. Those of different sizes become squares, as those of ``hf:`` do.
@@ -87,10 +71,7 @@ def read_packed_parquet(
     Args:
         folder: of the files, whose names begin with that of the split.
         split: ``"train"``, ``"val"`` or ``"test"``.
-        size: side, or rows and columns, of the model's input; None keeps the size of the images.
-        resize: those to which they are resized before; None: ``size``.
-        channels: 1 or 3; None: as many as the training images have.
-        framing: how they are framed; None: the middle, and one range of values for the set.
+        reading: without a ``size``, images of one size keep it; without ``resize``, they have ``size``.
 
     Raises:
         DataError: files are missing, cannot be read, or do not fit into memory.
@@ -106,23 +87,22 @@ def read_packed_parquet(
             f"{folder}: {total / 2**30:.1f} GB of parquet are too much for memory: use hf:{folder}"
         )
     # Colour, size and classes come from the training split, so that all splits agree.
-    framed_range = framing.value_range if framing else "set"
-    training = survey_parquet(parquet_shards(folder, SPLITS["train"]) or shards, ranges=framed_range == "set")
-    value_range = training.value_range if framed_range == "set" else framed_range
-    framing = replace(framing or Framing(), value_range=value_range)
-    side, model_size = ((resize or size) if size else None), None
-    if side is None and len(training.sizes) > 1:
-        model_size, side = sides(size, resize)
-    images, labels = read_labelled_parquet(shards, channels or training.channels, side, framing=framing)
+    framing = reading.framing or Framing(value_range="set")
+    training = parquet_shards(folder, SPLITS["train"]) or shards
+    look, kinds = survey_parquet(training, ranges=framing.value_range == "set")
+    value_range = look.value_range if framing.value_range == "set" else framing.value_range
+    framing = replace(framing, value_range=value_range)
+    side, model_size = ((reading.resize or reading.size) if reading.size else None), None
+    if side is None and len(set(look.sizes)) > 1:
+        model_size, side = sides(reading.size, reading.resize)
+    images, labels = read_labelled_parquet(shards, reading.channels or look.channels, side, framing=framing)
     feature_names = parquet_label_names(shards[0])
     if feature_names and not any(isinstance(label, str) for label in labels):
         numbers, label_names = torch.tensor(labels, dtype=torch.int64), list(feature_names)
     else:
-        numbers, label_names = encode_labels(labels, training.labels, f"{folder} ({split})")
-    stored, mode = (images.shape[2], images.shape[3]), framing.crop_mode
-    lost = sum(n * cropped_share(one, stored, crop_mode=mode) for one, n in training.sizes.items())
-    cropped = lost / max(training.sizes.total(), 1)
-    return Packed(images, numbers, label_names, model_size, cropped, value_range, training.notes)
+        numbers, label_names = encode_labels(labels, kinds, f"{folder} ({split})")
+    cropped = mean_cropped(look.sizes, (images.shape[2], images.shape[3]), framing)
+    return Packed(images, numbers, label_names, model_size, cropped, value_range, look.notes)
 
 
 def parquet_shards(folder: Path, names: Sequence[str]) -> list[Path]:

@@ -10,19 +10,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from capszoo._utils.files import expanded
 from capszoo.errors import CapszooError
-from capszoo.images import Framing, files_below, is_visible_image
+from capszoo.images import files_below, is_visible_image
 
 from ..errors import DataError
-from ..readers import LABEL_COLUMNS, MODES
-from ..roots import environment_roots, given_root
+from ..readers import LABEL_COLUMNS
 from ..sets import ImageSet, Origin, StreamedSet
-from ..specs import Side
-from .common import SPLITS, decode_or_stream, encode_labels, folder_spec, look_at_training, settled, sides
-from .images import FileDecoder
-
-__all__ = ["open_table", "table_splits"]
+from .common import SPLITS, Reading, encode_labels, locate, open_source
+from .images import Files
 
 _FILE_COLUMNS = ("file_name", "filename", "file", "path", "image", "img", "image_id", "id", "id_code", "name")
 _SPLIT_COLUMNS = ("split", "set", "subset")
@@ -34,17 +29,6 @@ class _Row:
     file: str
     label: str
     split: str
-
-
-def _locate(name: str, source: str, data: str | Path | None) -> Path:
-    """The table, below a data folder or as a path."""
-    roots = [given_root(data)] if data else environment_roots()
-    places = [root / source for root in roots]
-    places.insert(len(places) if data else 0, expanded(source))
-    table = next((place for place in places if place.is_file()), None)
-    if table is None:
-        raise DataError(f"{name}: no such file: {', '.join(dict.fromkeys(map(str, places)))}")
-    return table
 
 
 def _read(table: Path, files: _Files | None = None) -> list[_Row]:
@@ -143,40 +127,27 @@ def _splits(rows: Sequence[_Row]) -> dict[str, list[_Row]]:
 
 def table_splits(name: str, source: str, data: str | Path | None) -> set[str]:
     """Which of train, val and test a table has."""
-    return set(_splits(_read(_locate(name, source, data)))) & SPLITS.keys()
+    return set(_splits(_read(locate(name, source, data, "file")))) & SPLITS.keys()
 
 
 def open_table(
-    name: str,
-    source: str,
-    split: str,
-    data: str | Path | None,
-    size: Side | None,
-    resize: Side | None,
-    skipped: list[str] | None,
-    channels: int | None = None,
-    framing: Framing | None = None,
+    name: str, source: str, split: str, data: str | Path | None, reading: Reading
 ) -> ImageSet | StreamedSet:
     """A split of the images that a table names; without a column of splits all are training images."""
-    table = _locate(name, source, data)
+    table = locate(name, source, data, "file")
     files = _Files(table.parent)
     parts = _splits(_read(table, files))
     part = next((key for key in (split, *(["val"] if split == "test" else [])) if key in parts), None)
     if part is None:
         only = f" of a {split} split, only {', '.join(sorted(parts))}" if parts else ""
         raise DataError(f"{table} has no rows{only}")
-    folder = table.parent
-    rows = _found(table, parts[part], files, skipped)
+    rows = _found(table, parts[part], files, reading.skipped)
     training = parts.get("train", parts[part])
     labels, label_names = encode_labels(
         [row.label for row in rows], {row.label for row in training}, f"{table} ({part})"
     )
-    paths = tuple(row.file for row in rows)
-    looked = paths if part == "train" else [row.file for row in _found(table, training, files, [])]
-    look = look_at_training(lambda k: (folder / looked[k], looked[k]), len(looked), channels, framing)
-    size, side = sides(size, resize)
-    spec = folder_spec(name, label_names, (look.channels, *size), len(paths), split)
-    spec, framing = settled(spec, framing, look, side)
+    looked = rows if part == "train" else _found(table, training, files, [])
+    own, trained = (Files(table.parent, tuple(row.file for row in some)) for some in (rows, looked))
     notes = [
         f"{len(parts[key]):,} rows {f'of the split {key}' if key else 'without a split'} are not read"
         for key in sorted(parts.keys() - SPLITS)
@@ -185,8 +156,7 @@ def open_table(
     if unnamed > 0:
         notes.append(f"{unnamed:,} images are not in the table")
     origin = Origin(notes=tuple(notes))
-    decoder = FileDecoder(folder, paths, MODES[look.channels], side, framing)
-    return decode_or_stream(spec, split, decoder, labels, side, skipped, origin=origin)
+    return open_source(name, split, own, trained, labels, label_names, reading, origin=origin)
 
 
 def _found(table: Path, rows: Sequence[_Row], files: _Files, skipped: list[str] | None) -> list[_Row]:

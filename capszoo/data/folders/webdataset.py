@@ -10,28 +10,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ...images import Framing
 from ..errors import DataError
-from ..readers import MAX_LABEL, MODES, decode_image
+from ..readers import MAX_LABEL
 from ..sets import ImageSet, StreamedSet
-from ..shards import ShardIndex, expand_shards, member_name, read_index, read_member, shards_of_split
-from ..specs import Side
-from .common import (
-    SPLIT_NAMES,
-    SPLITS,
-    available_workers,
-    decode_or_stream,
-    encode_labels,
-    folder_spec,
-    framing_text,
-    locate,
-    look_at_training,
-    settled,
-    sides,
-    to_tensor,
-)
-
-__all__ = ["find_shards", "open_shards"]
+from ..shards import ShardIndex, expand_shards, read_index, read_member, shards_of_split
+from .common import SPLIT_NAMES, SPLITS, Reading, available_workers, encode_labels, locate, open_source
 
 
 @dataclass(frozen=True)
@@ -39,27 +22,19 @@ class _Members:
     """Images in shards."""
 
     index: ShardIndex
-    mode: str
-    side: tuple[int, int]
-    framing: Framing = Framing()
 
-    def encoded(self, number: int) -> tuple[bytes, Path, int]:
-        """The bytes of an image, its shard, and their offset in it."""
-        path, offset = self.index.paths[self.index.shards[number]], int(self.index.offsets[number])
-        return read_member(path, offset, int(self.index.sizes[number])), path, offset
+    def __len__(self) -> int:
+        return len(self.index.labels)
 
-    def decode(self, index: int) -> Tensor:
-        encoded, path, offset = self.encoded(index)
-        try:
-            return to_tensor(decode_image(encoded, self.mode, path, self.side, self.framing))
-        except DataError:  # reading the name takes another access, so it happens only on errors
-            name = f"{path}/{member_name(path, offset)}"
-            return to_tensor(decode_image(encoded, self.mode, name, self.side, self.framing))
+    def encoded(self, index: int) -> tuple[bytes, str]:
+        path = self.index.paths[self.index.shards[index]]
+        name, content = read_member(path, int(self.index.offsets[index]), int(self.index.sizes[index]))
+        return content, f"{path}/{name}"
 
-    def fingerprint(self) -> str:
+    def files(self) -> str:
         digest = hashlib.sha256(self.index.offsets.tobytes() + self.index.sizes.tobytes()).hexdigest()
         names = "\n".join(f"{path.name} {path.stat().st_size}" for path in self.index.paths)
-        return f"{names}\n{digest} {framing_text(self.side, self.framing)}"
+        return f"{names}\n{digest} "
 
 
 def find_shards(name: str, source: str, data: str | Path | None) -> list[Path]:
@@ -117,15 +92,7 @@ def _classes(index: ShardIndex, training: ShardIndex, where: str) -> tuple[Tenso
 
 
 def open_shards(
-    name: str,
-    where: str,
-    split: str,
-    data: str | Path | None,
-    size: Side | None,
-    resize: Side | None,
-    skipped: list[str] | None,
-    channels: int | None = None,
-    framing: Framing | None = None,
+    name: str, where: str, split: str, data: str | Path | None, reading: Reading
 ) -> ImageSet | StreamedSet:
     """A split of a set of WebDataset shards."""
     every = find_shards(name, where, data)
@@ -137,11 +104,5 @@ def open_shards(
     training = shards_of_split(every, SPLITS["train"], SPLIT_NAMES)
     looked = read_index(training, available_workers()) if split != "train" and training else index
     labels, label_names = _classes(index, looked, f"{name} ({split})")
-
-    members = _Members(looked, "L", (1, 1))
-    look = look_at_training(lambda k: members.encoded(k)[:2], len(looked.labels), channels, framing)
-    size, side = sides(size, resize)
-    spec = folder_spec(name, label_names, (look.channels, *size), len(index.labels), split)
-    spec, framing = settled(spec, framing, look, side)
-    decoder = _Members(index, MODES[look.channels], side, framing)
-    return decode_or_stream(spec, split, decoder, labels, side, skipped, torch.from_numpy(index.shards))
+    shards = torch.from_numpy(index.shards)
+    return open_source(name, split, _Members(index), _Members(looked), labels, label_names, reading, shards)
