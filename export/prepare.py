@@ -201,10 +201,7 @@ def prepare(model: nn.Module | str, options: ExportOptions | None = None, **chan
         original = _copy(model, name).cpu()  # on a GPU, cuDNN's TF32 would round the reference
         if options.routing_iters is not None:
             unroll.set_routing_iterations(original, options.routing_iters)
-        # BatchNorm is folded in float64, which MPS lacks
-        on_mps = any(parameter.device.type == "mps" for parameter in model.parameters())
-        source = copy.deepcopy(model).cpu() if on_mps else model
-        served = unroll.prepare_for_export(source, options.routing_iters).cpu()
+        served = unroll.prepare_for_export(original)
         output_names = _output_names(model, outputs, size)
     plain = outputs == ("scores",) and not mean
     prepared = PreparedModel(
@@ -321,11 +318,15 @@ def check_images(prepared: PreparedModel) -> None:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence the exporter's messages (deprecations, a line per step), except with ``--verbose``."""
+    """Silence the exporter's messages (deprecations, advice, a line per step), except with ``--verbose``.
+
+    ONNX Runtime's quantiser writes to the root logger.
+    """
     if is_verbose():
         yield
         return
-    loggers = [logging.getLogger(name) for name in ("torch.onnx", "torch.export", "onnxscript", "onnx_ir")]
+    names = (None, "torch.onnx", "torch.export", "onnxscript", "onnx_ir")
+    loggers = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in loggers]
     try:
         for logger in loggers:

@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -120,9 +120,7 @@ def recompile_command(package: str = RECOMPILED) -> str:
     return f"python -m capszoo.export.to_aoti {PROGRAM} {package} --trust"
 
 
-def write(
-    prepared: PreparedModel, folder: Path, progress: Callable[[str], None] | None = None
-) -> dict[str, Any]:
+def write(prepared: PreparedModel, folder: Path) -> dict[str, Any]:
     """Write the portable program and the package for the current device, and compare the package with the original.
 
     Returns:
@@ -131,7 +129,7 @@ def write(
     Raises:
         ExportError: it cannot be compiled, or its results differ.
     """
-    say = progress or (lambda line: None)
+    say = prepared.options.say
     program = prepared.trace()
     torch.export.save(program, str(folder / PROGRAM))
     device = "cuda" if torch.cuda.is_available() else "cpu"

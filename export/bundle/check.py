@@ -401,20 +401,15 @@ def compare_bundle(
                 f"{path}: {step.name}: {step.detail}", "export again; capszoo check shows the rest"
             )
     spec = manifest["input"]
-    smallest, largest = manifest["batch"]["min"], manifest["batch"]["max"]
+    batch = manifest["batch"]
+    smallest, largest = batch["min"], batch["max"]
     runners = [open_runner(kind, path, manifest, model) for kind in kinds]
     if files:
         inputs = np.stack([infer.read_picture(load_image(file), spec)[0] for file in files])
     else:
         count = max(min(max(batches), largest), smallest)
         inputs = compare.probe_input("random", (count, spec["channels"], *spec["size"]), 0, spec["dtype"])
-    gathered: list[list[list[np.ndarray]]] = [[] for _ in runners]
-    for start in range(0, len(inputs), largest):
-        chunk = inputs[start : start + largest]
-        filled = chunk[np.arange(max(len(chunk), smallest)) % len(chunk)]
-        for results, runner in zip(gathered, runners, strict=True):
-            results.append([output[: len(chunk)] for output in runner(filled)])
-    whole = [[np.concatenate(parts) for parts in zip(*results, strict=True)] for results in gathered]
+    whole = compare.joined(compare.run_in_batches(runners, inputs, (smallest, batch["usual"], largest)))
     scores = [output["name"] for output in manifest["outputs"]].index("scores")
     differences = []
     for kind, outputs in zip(kinds[1:], whole[1:], strict=True):
@@ -423,15 +418,6 @@ def compare_bundle(
         differences.append({"runner": kind, **difference.to_dict()})
     timings = []
     for count in sorted({min(max(count, smallest), largest) for count in batches}):
-        for kind, timing in zip(
-            kinds,
-            compare.time_runners(runners, inputs[np.arange(count) % len(inputs)], repeats),
-            strict=True,
-        ):
-            timings.append({**timing.to_dict(), "runner": kind})
-    return {
-        "reference": kinds[0],
-        "images": len(files),
-        "differences": differences,
-        "timings": timings,
-    }
+        rows = compare.time_runners(runners, inputs[np.arange(count) % len(inputs)], repeats)
+        timings += [{**row.to_dict(), "runner": kind} for kind, row in zip(kinds, rows, strict=True)]
+    return {"reference": kinds[0], "images": len(files), "differences": differences, "timings": timings}
