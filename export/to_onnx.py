@@ -33,7 +33,7 @@ from .options import TOLERANCES, ExportOptions, collect
 from .passes import int8
 from .passes.conv_to_matmul import convs_to_matmul
 from .passes.tidy import allow_empty_batches, fold_weights, name_outputs
-from .prepare import PreparedModel, check_images, in_own_precision, prepare, quiet
+from .prepare import PreparedModel, in_own_precision, prepare, quiet
 from .report import ExportError, ExportReport, GateStep
 from .to_tensorrt import rtx_step
 from .unroll import Served
@@ -56,9 +56,6 @@ __all__ = [
 
 #: Limit of protobuf for the size of a file. External data, which has none, would be a second file to keep beside it.
 MAX_BYTES = 2**31 - 2**20
-
-#: Options that :func:`write` applies; the others are applied by the preparation.
-WRITE_OPTIONS = ("opset", "optimize", "check", "gate", "runtime", "images", "calibration", "progress")
 
 #: Number of nodes from which the quadratic part of the exporter's optimisation is disabled.
 MANY_NODES = 2000
@@ -94,24 +91,19 @@ def export(
 
 
 @in_own_precision()
-def write(prepared: PreparedModel, path: str | os.PathLike[str], **changes: Any) -> ExportReport:
-    """Write a prepared model as ONNX, through the gate.
+def write(prepared: PreparedModel, path: str | os.PathLike[str]) -> ExportReport:
+    """Write a prepared model as ONNX, through the gate, with the options of its preparation.
 
     Args:
         prepared: the model.
         path: file to write.
-        **changes: options that differ from those of its preparation, of :data:`WRITE_OPTIONS`.
 
     Raises:
         ExportError: the model cannot be exported or failed the gate; nothing was written.
-        UsageError: an option that the preparation has applied already.
+        UsageError: int8 without its images.
     """
-    fixed = [name for name in changes if name not in WRITE_OPTIONS]
-    if fixed:
-        raise UsageError(f"{fixed[0]} is an option of prepare()", f"write() takes {', '.join(WRITE_OPTIONS)}")
-    options = prepared.options = collect(type(prepared.options), prepared.options, changes)
+    options = prepared.options
     options.check_images()
-    check_images(prepared)
     opset, say = options.onnx_opset, options.say
     require_libraries(options.check or prepared.precision == "int8")
     target, name = Path(path), prepared.name
@@ -152,11 +144,11 @@ def write(prepared: PreparedModel, path: str | os.PathLike[str], **changes: Any)
             session.empty_batch()
             if prepared.precision == "int8":
                 session.finite()
-                session.accuracy()
             else:
                 session.parity()
                 session.half_in_pytorch()
-                session.real_images()
+            session.real_images()
+            if prepared.precision != "int8":
                 session.both_graphs(plain)
             report.gate.append(rtx_step(temporary, report))
         else:

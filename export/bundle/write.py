@@ -200,9 +200,9 @@ def _write_reference(prepared: PreparedModel, path: Path) -> None:
     shape, dtype = (1, *prepared.size), prepared.input_dtype
     inputs = [compare.probe_input(probe, shape, 0, dtype, prepared.span) for probe in prepared.probes]
     int8 = prepared.precision == "int8"
-    real = prepared.samples(8 if int8 else 4)
-    if real is not None:
-        inputs = [real] if int8 else [*inputs, real]
+    if (real := prepared.options.real_images) is not None:
+        images = real.images[: 8 if int8 else 4].cpu().numpy()
+        inputs = [images] if int8 else [*inputs, images]
     stacked = np.concatenate(inputs)
     smallest, _, largest = prepared.batch
     # a fixed or large batch uses as many as it must, a small one no more than it can

@@ -12,7 +12,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from capszoo.errors import first_line
 
@@ -175,13 +174,6 @@ class Gate:
                 _check_finite(self.prepared, difference)
             detail.append(f"{len(differences)} inputs")
 
-    def accuracy(self) -> None:
-        """Step 2 for int8: loss of accuracy on real images; without their classes, share of changed predictions."""
-        with self._step("accuracy on real images") as detail:
-            assert self.real is not None, "the options refuse int8 without them"
-            into, figures = self.report.comparisons, self.report.accuracy
-            detail.append(_int8_accuracy(self.prepared, self.eager, self.exported, self.real, into, figures))
-
     def half_in_pytorch(self) -> None:
         """Step 2 for half precision: its loss, computed in PyTorch in the same precision."""
         if self.prepared.precision == "fp32":
@@ -195,18 +187,18 @@ class Gate:
                 _check(self.prepared, difference, f"{self.prepared.precision} differs from float32")
             detail.append(f"worst {max(d.relative for d in differences):.1e} of the largest output")
             if self.real is not None:
-                detail.append(_same_answers(self.prepared, self.eager, half, self.real, differences))
+                detail.append(_on_images(self.prepared, self.eager, half, self.real, differences, {}))
             self.report.half_comparisons.extend(differences)
 
     def real_images(self) -> None:
-        """Step 2, last part: equal top-1 on real images."""
-        name = "top-1 on real images"
+        """Step 2, last part: equal top-1 on real images; of int8 its loss of accuracy."""
+        name = f"{'accuracy' if self.prepared.precision == 'int8' else 'top-1'} on real images"
         if self.real is None:
             self.report.gate.append(GateStep(name, None, "not run: no images given"))
             return
         with self._step(name) as detail:
-            into = self.report.comparisons
-            detail.append(_same_answers(self.prepared, self.eager, self.exported, self.real, into))
+            into, figures = self.report.comparisons, self.report.accuracy
+            detail.append(_on_images(self.prepared, self.eager, self.exported, self.real, into, figures))
 
     def both_graphs(self, plain: onnx.ModelProto) -> None:
         """Step 3: the graph with and without the exporter's optimisation."""
@@ -297,32 +289,33 @@ def _on_images(
     prepared: PreparedModel,
     reference: compare.Runner,
     candidate: compare.Runner,
-    images: torch.Tensor,
+    real: RealImages,
     into: list[compare.Difference],
-) -> list[list[np.ndarray]]:
-    """Outputs of both on all images, compared batch by batch."""
+    figures: dict[str, float],
+) -> str:
+    """Compare two runners on real images, batch by batch; half precision may change 0.5% of the predictions.
+
+    Args:
+        prepared: the model.
+        reference, candidate: the runners.
+        real: the images.
+        into: receives the differences.
+        figures: receives int8's accuracy, if the classes are known.
+    """
     names, gathered = (reference.name, candidate.name), []
-    for outputs in compare.run_in_batches((reference, candidate), images.cpu().numpy(), prepared.batch):
+    for outputs in compare.run_in_batches((reference, candidate), real.images.cpu().numpy(), prepared.batch):
         difference = compare.compare_outputs(outputs[0], outputs[1], "images", names, prepared.scores_at)
         into.append(difference)
         _check(prepared, difference, "real images: differs")
         gathered.append(outputs)
-    return compare.joined(gathered)
-
-
-def _same_answers(
-    prepared: PreparedModel,
-    reference: compare.Runner,
-    candidate: compare.Runner,
-    real: RealImages,
-    into: list[compare.Difference],
-) -> str:
-    """Compare two runners on real images; half precision may change 0.5% of the predictions."""
-    before, after = _on_images(prepared, reference, candidate, real.images, into)
     at = prepared.scores_at
     if at is None:
         return f"{len(real)} images, top-1 not compared: the scores are not among the outputs"
-    equal = before[at].argmax(1) == after[at].argmax(1)
+    before, after = (side[at] for side in compare.joined(gathered))
+    guesses = before.argmax(1), after.argmax(1)
+    if prepared.precision == "int8":
+        return _int8_loss(prepared, guesses, before.shape[1], real, figures)
+    equal = guesses[0] == guesses[1]
     agreement, least = float(equal.mean()), 1.0 if prepared.precision == "fp32" else MIN_AGREEMENT
     if agreement < least:
         raise ExportError(
@@ -332,12 +325,11 @@ def _same_answers(
     return f"{len(real)} images, top-1 equal on {'all' if equal.all() else f'{agreement:.2%}'}"
 
 
-def _int8_accuracy(
+def _int8_loss(
     prepared: PreparedModel,
-    reference: compare.Runner,
-    candidate: compare.Runner,
+    guesses: tuple[np.ndarray, np.ndarray],
+    classes: int,
     real: RealImages,
-    into: list[compare.Difference],
     figures: dict[str, float],
 ) -> str:
     """Loss of accuracy by int8, in words and, with known classes, in figures.
@@ -345,10 +337,6 @@ def _int8_accuracy(
     The share of changed predictions takes its place without classes, and where float32 is no better than chance:
     such labels do not fit the model, and no loss could be seen with them.
     """
-    answers = _on_images(prepared, reference, candidate, real.images, into)
-    at = prepared.scores_at
-    assert at is not None, "the options refuse int8 without scores"
-    guesses, classes = [side[at].argmax(1) for side in answers], answers[0][at].shape[1]
     turned = 100 * float((guesses[0] != guesses[1]).mean())
     changed = f"{turned:.2f}% of the predictions changed"
     if real.labels is None:
@@ -393,10 +381,7 @@ def verify_against_eager(prepared: PreparedModel, runner: compare.Runner) -> tup
     details = [f"{len(probes)} inputs" + ("" if counted else " finite")]
     if real is not None:
         on_images: list[compare.Difference] = []
-        if prepared.precision == "int8":
-            details.append(_int8_accuracy(prepared, eager, runner, real, on_images, {}))
-        else:
-            details.append(_same_answers(prepared, eager, runner, real, on_images))
+        details.append(_on_images(prepared, eager, runner, real, on_images, {}))
         counted = [*counted, *on_images]
     worst = max((difference.relative for difference in counted), default=float("nan"))
     details.append(f"worst {worst:.1e} of the largest output")

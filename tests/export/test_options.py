@@ -12,7 +12,7 @@ import torch
 from capszoo.errors import UsageError
 from capszoo.export.bundle import export_bundle
 from capszoo.export.options import BundleOptions, ExportOptions, collect
-from capszoo.export.to_onnx import export, prepare, write
+from capszoo.export.to_onnx import export, prepare
 from capszoo.export.to_torch_tensorrt import compile_module
 from tests.support.errors import refuses
 from tests.support.toys import ToyCaps
@@ -111,15 +111,6 @@ def test_int8_needs_its_images_before_anything_is_done(
     ExportOptions(precision="int8", calibration=IMAGES, images=IMAGES + 1).check_images()
 
 
-def test_the_preparation_has_applied_the_other_options(tmp_path: Path) -> None:
-    job = prepare(ToyCaps(1))
-    with refuses(UsageError, names=["tolerance", "prepare"]):
-        write(job, tmp_path / "x.onnx", tolerance=1e-2)
-    with refuses(TypeError, names=["BundleOptions", "ExportOptions"]):
-        export_bundle(ToyCaps(1), tmp_path / "b", ExportOptions())  # type: ignore[arg-type]
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_defaults_follow_from_other_options() -> None:
     half = ExportOptions(precision="bf16")
     assert (half.target, half.onnx_opset, half.allowed) == ("gpu", 22, 5e-2)
@@ -136,3 +127,5 @@ def test_options_and_keywords_together() -> None:
     first = collect(BundleOptions, None, {"precision": "fp16", "triton": True})
     second = collect(BundleOptions, first, {"precision": "fp32"})
     assert (second.precision, second.triton, first.precision) == ("fp32", True, "fp16")
+    with refuses(TypeError, names=["BundleOptions", "ExportOptions"]):
+        export_bundle(ToyCaps(1), "b", ExportOptions())  # type: ignore[arg-type]

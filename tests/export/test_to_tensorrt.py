@@ -176,8 +176,8 @@ def fake_tensorrt(version: str = "10.13.0", **faults: Any) -> Any:  # noqa: C901
 
 
 def exported(folder: Path, batch: Any = (1, 2, 4)) -> tuple[to_onnx.PreparedModel, ExportReport]:
-    job = to_onnx.prepare(ToyCaps(1).eval(), batch=batch)
-    return job, to_onnx.write(job, folder / "model.onnx", check=False)
+    job = to_onnx.prepare(ToyCaps(1).eval(), batch=batch, check=False)
+    return job, to_onnx.write(job, folder / "model.onnx")
 
 
 @pytest.fixture(scope="module")
@@ -402,8 +402,8 @@ def test_the_stand_in_is_a_step_of_the_gate(toy: Toy, monkeypatch: pytest.Monkey
     to_tensorrt.find_rtx() is None, reason="needs TensorRT-RTX: make test-trt-rtx brings and runs it"
 )
 def test_tensorrt_rtx_takes_uint8_and_refuses_nonsense(tmp_path: Path) -> None:
-    job = to_onnx.prepare(ToyCaps(), uint8_input=True, outputs=("scores", "couplings"))
-    report = to_onnx.write(job, tmp_path / "model.onnx", check=False)
+    job = to_onnx.prepare(ToyCaps(), uint8_input=True, outputs=("scores", "couplings"), check=False)
+    report = to_onnx.write(job, tmp_path / "model.onnx")
     assert to_tensorrt.rtx_step(tmp_path / "model.onnx", report).passed
     (tmp_path / "bad.onnx").write_bytes(b"no model")
     with refuses(ExportError, names=["parse", "graph"]):

@@ -35,8 +35,8 @@ pytestmark = [
 
 def build(model: nn.Module, folder: Path, **options: Any) -> to_onnx.GateStep:
     """Export without the gate (other tests have it) and give the graph to the parser and builder."""
-    job = to_onnx.prepare(model.eval(), **options)
-    report = to_onnx.write(job, folder / "model.onnx", check=False, runtime="gpu")
+    job = to_onnx.prepare(model.eval(), check=False, runtime="gpu", **options)
+    report = to_onnx.write(job, folder / "model.onnx")
     return to_tensorrt.rtx_step(folder / "model.onnx", report)
 
 
