@@ -105,7 +105,7 @@ def _check_file(path: Path, model: str | None) -> BundleCheck:
     require_libraries(True)
     net = OnnxModel(path)
     properties, spec = net.stated, net.stated["preprocess"]
-    precision = str(properties.get("precision", "fp32"))
+    precision, iterations = str(properties.get("precision", "fp32")), properties.get("routing_iters", ())
     tolerance = TOLERANCES.get(precision, TOLERANCES["fp32"])
     with suppress(KeyError, ValueError):
         stated = float(str(properties["tolerance"]))
@@ -115,9 +115,7 @@ def _check_file(path: Path, model: str | None) -> BundleCheck:
         "model": {
             "source": str(properties.get("weights", "")),
             "state_sha256": properties.get("state_sha256"),
-            "routing_iters_asked": properties["routing_iters"][0]
-            if len(properties.get("routing_iters", ())) == 1
-            else None,
+            "routing_iters_asked": iterations[0] if len(iterations) == 1 else None,
             "outputs": ["scores"],
         },
         "input": {"size": spec["size"], "dtype": "float32"},
