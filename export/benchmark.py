@@ -26,16 +26,6 @@ __all__ = ["RUNTIMES", "FixedInput", "benchmark", "time_models"]
 RUNTIMES = ("eager", "compiled", "onnxruntime")
 
 
-class _Compiled(EagerRunner):
-    """The module compiled by ``torch.compile``."""
-
-    name = "compiled"
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model)
-        self.model = torch.compile(self.model)  # type: ignore[assignment]
-
-
 class FixedInput:
     """A runner with fixed images, to time models of several input sizes in turns."""
 
@@ -109,14 +99,11 @@ def _open(
     folder: Path,
     progress: Callable[[str], None],
 ) -> Runner:
-    if isinstance(model, OnnxModel):
-        runner: Runner = EagerRunner(model)
+    runner: Runner
+    if kind in ("eager", "compiled") or isinstance(model, OnnxModel):
+        runner = EagerRunner(torch.compile(model) if kind == "compiled" else model)  # type: ignore[arg-type]
         runner.name = kind
         return runner
-    if kind == "eager":
-        return EagerRunner(model)
-    if kind == "compiled":
-        return _Compiled(model)
     require("onnxruntime", ("onnx", "onnxscript", "onnxruntime"), "export")
     if onnx_file is None:
         onnx_file = folder / "model.onnx"

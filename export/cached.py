@@ -16,13 +16,18 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from capszoo._pretrained.catalogue import architectures, checkpoints, exported_file
 from capszoo._pretrained.info import default_weights, run_weights, stored_file
 from capszoo._utils.choices import check_background
 from capszoo._utils.files import PACKAGE_FOLDER, cache_folder, writable_cache
 from capszoo._version import __version__
 from capszoo.errors import CapszooError, UsageError
+from capszoo.images import one_line_errors, open_image
 from capszoo.scores import ImagePrediction, ScoredClass
+
+from .bundle import infer
 
 __all__ = ["CachedModel", "cache_folder", "export_to_cache", "find_cached", "weights_file"]
 
@@ -94,18 +99,22 @@ def find_cached(
         # if nothing was ever exported, the weights need not be hashed
         if importlib.util.find_spec("onnxruntime") is None or not (cache_folder() / "onnx").is_dir():
             return None
-    except CapszooError:  # no folder for the cache
-        return None
-    try:
         entry = _place(model, img_size, routing_iters)
-        manifest = json.loads((entry / "manifest.json").read_text(encoding="utf-8")) if entry else None
-        files = ("model.onnx", "preprocess.json", "labels.txt")
-        if entry is None or manifest is None:
+        if entry is None:
             return None
-        written = {file: hashlib.sha256((entry / file).read_bytes()).hexdigest() for file in files}
-        return entry if all(manifest["files"][file] == digest for file, digest in written.items()) else None
-    except (OSError, ValueError, KeyError, TypeError):
+        digests = json.loads((entry / "manifest.json").read_text(encoding="utf-8"))["files"]
+        for file in ("model.onnx", "preprocess.json", "labels.txt"):
+            if digests[file] != hashlib.sha256((entry / file).read_bytes()).hexdigest():
+                return None
+    except (
+        CapszooError,
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+    ):  # no folder for the cache, a damaged file
         return None
+    return entry
 
 
 def export_to_cache(
@@ -127,16 +136,14 @@ def export_to_cache(
     from capszoo.checkpoint import load_model
 
     from .bundle import export_bundle
-    from .bundle.manifest import read_manifest
 
     settings: dict[str, Any] = {"img_size": img_size, "routing_iters": routing_iters}
     net = load_model(
         model, device="cpu", **{key: value for key, value in settings.items() if value is not None}
     )
-    try:
-        read_manifest(entry)
-    except CapszooError:  # damaged: the folder is the cache's own, which no user has to name
-        shutil.rmtree(entry, ignore_errors=True)
+    shutil.rmtree(
+        entry, ignore_errors=True
+    )  # damaged: a user is not asked to delete a folder of the cache's own
     export_bundle(net, entry, source=model, name=Path(model).name)
     return entry
 
@@ -154,8 +161,6 @@ class CachedModel:
     """
 
     def __init__(self, folder: Path, remedy: str = "delete it") -> None:
-        from .bundle import infer
-
         try:
             self._classifier = infer.Classifier(folder)
         except Exception as error:  # ONNX Runtime raises many kinds of errors
@@ -182,54 +187,25 @@ class CachedModel:
             **reading: ``background``, ``invert``, ``fit``, as for ``capszoo.preprocess.model_transform``.
         """
         check_background(reading.get("background"))
+        sizes: dict[str, tuple[int, int]] = {}
+
+        def read_image(file: str) -> tuple[np.ndarray, list[str]]:
+            picture = open_image(file)
+            sizes[file] = picture.size
+            with one_line_errors(file):
+                return infer.read_picture(picture, self.spec, **reading)
+
         results: list[ImagePrediction] = []
         step = min(batch_size or self._classifier.largest, self._classifier.largest)
         for start in range(0, len(files), step):
-            chunk = files[start : start + step]
-            results.extend(self._predict_chunk(chunk, topk, reading))
+            chunk = [str(file) for file in files[start : start + step]]
+            for found in infer.classify(self._classifier, chunk, topk, read_image):
+                if "error" in found:
+                    results.append(ImagePrediction(found["image"], error=found["error"]))
+                    continue
+                top = tuple(ScoredClass(**scored) for scored in found["predictions"])
+                image, notes = found["image"], tuple(found.get("notes", ()))
+                results.append(ImagePrediction(image, top, sizes[image], "", self.score_kind, notes))
             if advance:
                 advance(len(chunk))
         return results
-
-    def _predict_chunk(
-        self, files: Sequence[Path], topk: int, reading: dict[str, Any]
-    ) -> list[ImagePrediction]:
-        import numpy as np
-
-        from capszoo.images import one_line_errors, open_image
-
-        from .bundle import infer
-
-        inputs, described, predictions = [], [], []
-        for file in files:
-            try:
-                picture = open_image(file)
-                with one_line_errors(file):
-                    pixels, notes = infer.read_picture(picture, self.spec, **reading)
-            except CapszooError as error:
-                described.append(ImagePrediction(str(file), error=str(error)))
-            else:
-                inputs.append(pixels)
-                described.append(
-                    ImagePrediction(
-                        str(file), size=picture.size, score_kind=self.score_kind, notes=tuple(notes)
-                    )
-                )
-        labels = self._classifier.labels
-        scores = self._classifier(inputs).astype(np.float64) if inputs else np.zeros((0, len(labels)))
-        shares = iter(zip(scores, infer.probabilities(scores, self.score_kind), strict=True))
-        for description in described:
-            if description.error:
-                predictions.append(description)
-                continue
-            values, probable = next(shares)
-            best = np.argsort(-values, kind="stable")[:topk]
-            top = tuple(
-                ScoredClass(int(i), labels[i], float(values[i]), float(probable[i])) for i in best.tolist()
-            )
-            predictions.append(
-                ImagePrediction(
-                    description.image, top, description.size, "", description.score_kind, description.notes
-                )
-            )
-        return predictions

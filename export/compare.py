@@ -7,7 +7,7 @@ new runtime needs only a new runner.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
@@ -29,7 +29,6 @@ __all__ = [
     "Timing",
     "as_arrays",
     "compare_by_input",
-    "compare_on_probes",
     "compare_outputs",
     "compare_probes",
     "compare_runners",
@@ -100,7 +99,6 @@ class OnnxRunner:
     Args:
         model: path of the file, or the serialised model.
         threads: threads within an operator; None uses PyTorch's number.
-        optimize: let ONNX Runtime rewrite the graph.
         provider: execution provider, such as ``CUDAExecutionProvider``, which computes float32 without TF32 here.
 
     Raises:
@@ -110,11 +108,7 @@ class OnnxRunner:
     name = "onnxruntime"
 
     def __init__(
-        self,
-        model: str | bytes,
-        threads: int | None = None,
-        optimize: bool = True,
-        provider: str = "CPUExecutionProvider",
+        self, model: str | bytes, threads: int | None = None, provider: str = "CPUExecutionProvider"
     ) -> None:
         import onnxruntime
 
@@ -130,8 +124,6 @@ class OnnxRunner:
         options.log_severity_level = 3  # errors; warnings go to stderr from C++ and cannot be caught
         options.intra_op_num_threads = threads or torch.get_num_threads()
         options.inter_op_num_threads = 1
-        if not optimize:
-            options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
         settings = {"use_tf32": "0"} if provider == "CUDAExecutionProvider" else {}
         self.session = onnxruntime.InferenceSession(model, options, providers=[(provider, settings)])
         if provider not in self.session.get_providers():  # ONNX Runtime only warns and takes the CPU
@@ -327,25 +319,21 @@ def compare_probes(
     return differences
 
 
-def compare_on_probes(
-    reference: Runner,
-    candidate: Runner,
-    batch: tuple[int, int, int],
-    size: tuple[int, int, int],
-    dtype: str = "float32",
-    scores: int | None = 0,
-    probes: Sequence[str] = PROBES,
-    span: Span = (0.0, 1.0),
-) -> list[Difference]:
-    """Every probe at the smallest, usual and largest batch; ``size`` is channels, height and width.
+def run_in_batches(
+    runners: Sequence[Runner], images: np.ndarray, batch: tuple[int, int, int]
+) -> Iterator[list[list[np.ndarray]]]:
+    """Outputs of each runner, batch by batch: as large as ``batch`` allows, the last one filled to its smallest."""
+    smallest, _, largest = batch
+    for start in range(0, len(images), largest):
+        chunk = images[start : start + largest]
+        filled = chunk[np.arange(max(len(chunk), smallest)) % len(chunk)]
+        yield [[output[: len(chunk)] for output in runner(filled)] for runner in runners]
 
-    ``scores`` as for :func:`compare_outputs`, ``span`` as for :func:`probe_input`.
-    """
-    return [
-        difference
-        for count in sorted(set(batch))
-        for difference in compare_probes(reference, candidate, count, size, dtype, probes, scores, span)
-    ]
+
+def joined(batches: Iterable[list[list[np.ndarray]]]) -> list[list[np.ndarray]]:
+    """Outputs of each runner on all images, from those of :func:`run_in_batches`."""
+    sides = zip(*batches, strict=True)
+    return [[np.concatenate(parts) for parts in zip(*side, strict=True)] for side in sides]
 
 
 @dataclass(frozen=True)

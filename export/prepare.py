@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn as nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -28,7 +27,7 @@ from . import compare, unroll
 from .options import PRECISIONS, ExportOptions, collect
 from .report import ExportError
 
-__all__ = ["PreparedModel", "check_images", "in_own_precision", "prepare", "quiet"]
+__all__ = ["PreparedModel", "in_own_precision", "prepare", "quiet"]
 
 #: Names under which wrappers hold their module: torch.compile, DataParallel and averaged weights, PEFT.
 _WRAPPED = ("_orig_mod", "module", "base_model", "model")
@@ -89,11 +88,6 @@ class PreparedModel:
         std = per_channel(cfg.get("std") or (1.0,), self.size[0])
         pairs = list(zip(mean, std, strict=True))
         return [(0 - m) / s for m, s in pairs], [(1 - m) / s for m, s in pairs]
-
-    def samples(self, count: int) -> np.ndarray | None:
-        """The first of the real images that the options name; None without images."""
-        real = self.options.real_images
-        return None if real is None else real.images[:count].cpu().numpy()
 
     def example(self, count: int) -> torch.Tensor:
         """A batch of zeros."""
@@ -201,10 +195,7 @@ def prepare(model: nn.Module | str, options: ExportOptions | None = None, **chan
         original = _copy(model, name).cpu()  # on a GPU, cuDNN's TF32 would round the reference
         if options.routing_iters is not None:
             unroll.set_routing_iterations(original, options.routing_iters)
-        # BatchNorm is folded in float64, which MPS lacks
-        on_mps = any(parameter.device.type == "mps" for parameter in model.parameters())
-        source = copy.deepcopy(model).cpu() if on_mps else model
-        served = unroll.prepare_for_export(source, options.routing_iters).cpu()
+        served = unroll.prepare_for_export(original)
         output_names = _output_names(model, outputs, size)
     plain = outputs == ("scores",) and not mean
     prepared = PreparedModel(
@@ -221,7 +212,7 @@ def prepare(model: nn.Module | str, options: ExportOptions | None = None, **chan
         routing_iters=unroll.routing_iterations(served),
         options=options,
     )
-    check_images(prepared)
+    _check_images(prepared)
     return prepared
 
 
@@ -301,7 +292,7 @@ def _output_names(model: nn.Module, outputs: Sequence[str], size: tuple[int, int
     return names
 
 
-def check_images(prepared: PreparedModel) -> None:
+def _check_images(prepared: PreparedModel) -> None:
     """Refuse real images (UsageError) that are not the graph's input."""
     options = prepared.options
     for real in (options.real_images, options.ranges):
@@ -321,18 +312,15 @@ def check_images(prepared: PreparedModel) -> None:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence the exporter's messages (deprecations, a line per step), except with ``--verbose``."""
+    """Silence the exporters' messages (deprecations, advice, a line per step), except with ``--verbose``."""
     if is_verbose():
         yield
         return
-    loggers = [logging.getLogger(name) for name in ("torch.onnx", "torch.export", "onnxscript", "onnx_ir")]
-    levels = [logger.level for logger in loggers]
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
     try:
-        for logger in loggers:
-            logger.setLevel(logging.ERROR)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+        logging.disable(before)

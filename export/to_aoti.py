@@ -9,9 +9,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +25,13 @@ from .prepare import PreparedModel, quiet
 from .report import ExportError
 from .verify.gate import verify_against_eager
 
-__all__ = ["AotiRunner", "compile_program", "recompile_command", "write"]
+__all__ = ["AotiRunner", "compile_program", "write"]
 
 PROGRAM = "program.pt2"
 
-#: The package that :func:`recompile_command` writes into a bundle.
+#: The package that is compiled on another machine, in a bundle, and the command that does so.
 RECOMPILED = "model.pt2"
+RECOMPILE = f"python -m capszoo.export.to_aoti {PROGRAM} {RECOMPILED} --trust"
 
 
 class AotiRunner:
@@ -93,10 +93,6 @@ def compile_program(
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
         raise CapszooError("there is no CUDA device here", "compile for cpu, or on another machine")
-    usual = {"win32": "cl", "darwin": "clang++"}.get(sys.platform, "g++")  # inductor's own choice
-    compiler = os.environ.get("CXX", usual)
-    if shutil.which(compiler) is None:
-        raise ExportError(f"AOTInductor needs a C++ compiler, and there is no {compiler}", f"install {usual}")
     if not isinstance(program, torch.export.ExportedProgram):
         try:
             with quiet():
@@ -111,18 +107,11 @@ def compile_program(
         try:
             made = torch._inductor.aoti_compile_and_package(program, package_path=str(path))
         except Exception as e:  # inductor raises many kinds
-            raise ExportError(f"AOTInductor failed: {first_line(e)}") from e
+            raise ExportError(f"AOTInductor failed: {first_line(e)}", "it needs a C++ compiler") from e
     return Path(made)
 
 
-def recompile_command(package: str = RECOMPILED) -> str:
-    """The command that compiles the portable program on another machine."""
-    return f"python -m capszoo.export.to_aoti {PROGRAM} {package} --trust"
-
-
-def write(
-    prepared: PreparedModel, folder: Path, progress: Callable[[str], None] | None = None
-) -> dict[str, Any]:
+def write(prepared: PreparedModel, folder: Path) -> dict[str, Any]:
     """Write the portable program and the package for the current device, and compare the package with the original.
 
     Returns:
@@ -131,7 +120,7 @@ def write(
     Raises:
         ExportError: it cannot be compiled, or its results differ.
     """
-    say = progress or (lambda line: None)
+    say = prepared.options.say
     program = prepared.trace()
     torch.export.save(program, str(folder / PROGRAM))
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -147,12 +136,12 @@ def write(
         "program": PROGRAM,
         "device": device,
         "torch": torch.__version__,
-        "recompile": recompile_command(),
+        "recompile": RECOMPILE,
         "share_of_largest_output": worst,
         "detail": f"{device}, {words}",
         "readme": [
             f"AOTInductor: `{file}` runs on {device} with torch {torch.__version__} "
-            f'(`torch._inductor.aoti_load_package("{file}")`). For another device, there: `{recompile_command()}`.',
+            f'(`torch._inductor.aoti_load_package("{file}")`). For another device, there: `{RECOMPILE}`.',
             "The package does not check the size of its images: with another one it answers wrongly.",
             "PyTorch's own check of inputs, where it is on, refuses a batch of 1, although the package runs it.",
         ],

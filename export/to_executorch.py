@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import os
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -83,9 +82,7 @@ def lower(prepared: PreparedModel) -> bytes:
         raise ExportError(f"{prepared.name}: ExecuTorch cannot lower it: {first_line(error)}") from error
 
 
-def write(
-    prepared: PreparedModel, folder: Path, progress: Callable[[str], None] | None = None
-) -> dict[str, Any]:
+def write(prepared: PreparedModel, folder: Path) -> dict[str, Any]:
     """Write the program and compare it with the original.
 
     Returns:
@@ -94,7 +91,7 @@ def write(
     Raises:
         ExportError: ExecuTorch is missing or cannot lower the model, or its results differ.
     """
-    say = progress or (lambda line: None)
+    say = prepared.options.say
     require_executorch()
     say("ExecuTorch lowers (seconds to minutes)")
     start = time.perf_counter()

@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -33,19 +33,12 @@ from .options import TOLERANCES, ExportOptions, collect
 from .passes import int8
 from .passes.conv_to_matmul import convs_to_matmul
 from .passes.tidy import allow_empty_batches, fold_weights, name_outputs
-from .prepare import PreparedModel, check_images, in_own_precision, prepare, quiet
+from .prepare import PreparedModel, in_own_precision, prepare, quiet
 from .report import ExportError, ExportReport, GateStep
 from .to_tensorrt import rtx_step
 from .unroll import Served
 from .verify.gate import Gate
-from .verify.graph_rules import (
-    node_types,
-    precision_map,
-    require_libraries,
-    shape_of,
-    stripped,
-)
-from .verify.images import RealImages
+from .verify.graph_rules import node_types, precision_map, require_libraries, shape_of, stripped
 
 if TYPE_CHECKING:
     import onnx
@@ -63,9 +56,6 @@ __all__ = [
 
 #: Limit of protobuf for the size of a file. External data, which has none, would be a second file to keep beside it.
 MAX_BYTES = 2**31 - 2**20
-
-#: Options that :func:`write` applies; the others are applied by the preparation.
-WRITE_OPTIONS = ("opset", "optimize", "check", "gate", "runtime", "images", "calibration", "progress")
 
 #: Number of nodes from which the quadratic part of the exporter's optimisation is disabled.
 MANY_NODES = 2000
@@ -94,35 +84,27 @@ def export(
     """
     options = collect(ExportOptions, options, changes)
     target = Path(path)
-    if target.is_dir():
-        raise UsageError(f"{target} is a folder", "give the name of a file, such as model.onnx")
     if target.exists() and not target.is_file():
-        raise UsageError(f"{target} is no regular file", "give the name of a file, such as model.onnx")
+        raise UsageError(f"{target} is a folder, or no regular file", "give a name such as model.onnx")
     options.check_images()
     return write(prepare(model, options), target)
 
 
 @in_own_precision()
-def write(prepared: PreparedModel, path: str | os.PathLike[str], **changes: Any) -> ExportReport:
-    """Write a prepared model as ONNX, through the gate.
+def write(prepared: PreparedModel, path: str | os.PathLike[str]) -> ExportReport:
+    """Write a prepared model as ONNX, through the gate, with the options of its preparation.
 
     Args:
         prepared: the model.
         path: file to write.
-        **changes: options that differ from those of its preparation, of :data:`WRITE_OPTIONS`.
 
     Raises:
         ExportError: the model cannot be exported or failed the gate; nothing was written.
-        UsageError: an option that the preparation has applied already.
+        UsageError: int8 without its images.
     """
-    fixed = [name for name in changes if name not in WRITE_OPTIONS]
-    if fixed:
-        raise UsageError(f"{fixed[0]} is an option of prepare()", f"write() takes {', '.join(WRITE_OPTIONS)}")
-    options = prepared.options = collect(type(prepared.options), prepared.options, changes)
+    options = prepared.options
     options.check_images()
-    check_images(prepared)
-    real, ranges, say = options.real_images, options.ranges, options.say
-    opset, full = options.onnx_opset, options.gate == "full"
+    opset, say = options.onnx_opset, options.say
     require_libraries(options.check or prepared.precision == "int8")
     target, name = Path(path), prepared.name
     check_writable(target)  # now rather than after tracing
@@ -133,7 +115,7 @@ def write(prepared: PreparedModel, path: str | os.PathLike[str], **changes: Any)
             "use precision fp16, which halves them",
         )
     say("tracing")
-    program = _to_onnx_program(prepared, opset, options.target == "cpu")
+    program = _to_onnx_program(prepared)
     proto = _graph(program, prepared)  # unoptimised: before the exporter's optimisation
     plain = proto
     if options.optimize:
@@ -150,28 +132,24 @@ def write(prepared: PreparedModel, path: str | os.PathLike[str], **changes: Any)
             report,
         )
     if prepared.precision == "int8":
-        assert ranges is not None
-        proto, report = _quantised(
-            prepared, proto, plain if options.check else None, target, full, real, ranges, say
-        )
+        proto, report = _quantised(prepared, proto, plain, target)
     _describe_in_file(proto, prepared, report)
     with replacing(target) as temporary:
         data = proto.SerializeToString()
         temporary.write_bytes(data)
         report.file_bytes = len(data)
         if options.check:
-            session = Gate(report, prepared, proto, say)
+            session = Gate(report, prepared, proto)
             session.structure()
-            session.empty_batch(full)
+            session.empty_batch()
             if prepared.precision == "int8":
-                assert real is not None
                 session.finite()
-                session.accuracy(real)
             else:
-                session.parity(full)
-                session.half_in_pytorch(real, full)
-                session.real_images(real)
-                session.both_graphs(plain, run=full and options.optimize)
+                session.parity()
+                session.half_in_pytorch()
+            session.real_images()
+            if prepared.precision != "int8":
+                session.both_graphs(plain)
             report.gate.append(rtx_step(temporary, report))
         else:
             report.gate.append(GateStep("gate", None, "not run: check=False"))
@@ -179,25 +157,20 @@ def write(prepared: PreparedModel, path: str | os.PathLike[str], **changes: Any)
 
 
 def _quantised(
-    prepared: PreparedModel,
-    proto: onnx.ModelProto,
-    plain: onnx.ModelProto | None,
-    target: Path,
-    full: bool,
-    images: RealImages | None,
-    calibration: RealImages,
-    say: Callable[[str], None],
+    prepared: PreparedModel, proto: onnx.ModelProto, plain: onnx.ModelProto, target: Path
 ) -> tuple[onnx.ModelProto, ExportReport]:
-    """Quantise a float32 graph; with ``plain`` (unoptimised) given, first verify that graph against eager."""
+    """Quantise a float32 graph; first verify it against eager and the unoptimised one, ``plain``."""
+    calibration = prepared.options.ranges
+    assert calibration is not None, "the options refuse int8 without them"
     before = replace(prepared, precision="fp32", tolerance=TOLERANCES["fp32"])
     proved = _describe(proto, target, before)
-    if plain is not None:
-        session = Gate(proved, before, proto, say)
+    if prepared.options.check:
+        session = Gate(proved, before, proto)
         session.structure()
-        session.parity(full)
-        session.real_images(images)
-        session.both_graphs(plain, run=full and plain is not proto)
-    say("quantising")
+        session.parity()
+        session.real_images()
+        session.both_graphs(plain)
+    prepared.options.say("quantising")
     weights = int8.plain_layers(prepared.served)
     nodes = set(int8.quantisable(proto, weights))
     if not nodes:
@@ -205,7 +178,8 @@ def _quantised(
             f"{prepared.name}: no convolution or large linear layer to compute in int8", "use fp16"
         )
     try:
-        quantised = int8.quantise(proto, weights, calibration.images, prepared.batch)
+        with quiet():
+            quantised = int8.quantise(proto, weights, calibration.images, prepared.batch)
     except Exception as e:  # onnxruntime's exceptions have no common base class
         raise ExportError(f"{prepared.name}: ONNX Runtime cannot quantise it: {first_line(e)}") from e
     report = _describe(stripped(quantised), target, prepared)
@@ -220,20 +194,21 @@ def _quantised(
     return quantised, report
 
 
-def _to_onnx_program(prepared: PreparedModel, opset: int, for_cpu: bool) -> Any:
+def _to_onnx_program(prepared: PreparedModel) -> Any:
     """torch.export, then torch.onnx without its optimisation (an ``ONNXProgram``)."""
+    for_cpu = prepared.options.target == "cpu"
     with ExitStack() as stack:
         if for_cpu and prepared.precision == "fp32":
             stack.enter_context(convs_to_matmul(prepared.served, prepared.example(1)))
         exported = prepared.trace("onnx_cpu" if for_cpu else "gpu")
     with quiet():
         try:
-            program = torch.onnx.export(
+            return torch.onnx.export(
                 exported,
                 exported.example_inputs[0],
                 input_names=["input"],
                 output_names=prepared.output_names,
-                opset_version=opset,
+                opset_version=prepared.options.onnx_opset,
                 dynamo=True,
                 external_data=False,
                 dynamic_shapes=prepared.dynamic_shapes(),
@@ -250,9 +225,6 @@ def _to_onnx_program(prepared: PreparedModel, opset: int, for_cpu: bool) -> Any:
             raise ExportError(
                 f"{prepared.name}: torch.onnx cannot translate it: {first_line(e)}", remedy
             ) from e
-    if program is None:
-        raise ExportError(f"{prepared.name}: torch.onnx gave no program")
-    return program
 
 
 def _graph(program: Any, prepared: PreparedModel) -> onnx.ModelProto:

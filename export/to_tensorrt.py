@@ -15,7 +15,6 @@ import os
 import shlex
 import tempfile
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -316,7 +315,6 @@ def write(
     report: ExportReport,
     folder: Path,
     options: BuildOptions,
-    progress: Callable[[str], None] | None = None,
     trt: Any = None,
 ) -> tuple[dict[str, Any], list[GateStep]]:
     """Write the profile, the command, and, if TensorRT is installed, the engine into a bundle.
@@ -352,8 +350,7 @@ def write(
         described["note"] = f"no engine was built, TensorRT is not installed: {INSTALL}"
         why = "not run: TensorRT is not installed"
         return described, [GateStep(name, None, why), GateStep(parity, None, why)]
-    if progress:
-        progress("TensorRT builds the engine")
+    prepared.options.say("TensorRT builds the engine")
     plan = folder / PLAN
     try:
         built = build_engine(folder / "model.onnx", plan, report, options, trt)

@@ -135,14 +135,9 @@ def _call_hooks(model: nn.Module) -> None:
 
     A hook changes its module in place and returns None, or returns a module that replaces it.
     """
-    names = [
-        name
-        for name, module in model.named_modules()
-        if callable(getattr(module, "prepare_for_export", None))
-    ]
-    for name in sorted(names, key=lambda name: -name.count(".") if name else 1):
-        module = model.get_submodule(name)
-        replacement = module.prepare_for_export()  # type: ignore[operator]
+    for name, module in reversed(list(model.named_modules())):
+        hook = getattr(module, "prepare_for_export", None)
+        replacement = hook() if callable(hook) else None
         if isinstance(replacement, nn.Module) and replacement is not module and name:
             _replace(model, name, replacement.eval().requires_grad_(False))
 

@@ -17,13 +17,11 @@ from typing import TYPE_CHECKING
 from capszoo._utils.importing import resolver
 
 if TYPE_CHECKING:
-    from ..options import FORMATS
     from .check import BundleCheck, check_bundle, compare_bundle, open_runner
     from .manifest import read_manifest
     from .write import export_bundle
 
 __all__ = [
-    "FORMATS",
     "BundleCheck",
     "check_bundle",
     "compare_bundle",
@@ -35,7 +33,6 @@ __all__ = [
 __getattr__ = resolver(
     __name__,
     {
-        "FORMATS": ".options",
         "BundleCheck": "check",
         "check_bundle": "check",
         "compare_bundle": "check",

@@ -82,21 +82,19 @@ def check_bundle(folder: str | os.PathLike[str], model: str | None = None) -> Bu
     runner = open_runner("onnxruntime", folder, manifest)
     stored = read_npz(folder / "reference.npz", ("images", "scores"), max_bytes=2**30)
     images, expected = stored["images"], stored["scores"]
-    if not images.size or not expected.size:
-        raise CapszooError(f"{folder / 'reference.npz'}: holds no inputs", "export again")
-    if len(images) > max(int(manifest["batch"]["min"]), MOST_INPUTS):
-        raise CapszooError(
-            f"{folder / 'reference.npz'}: holds {len(images)} inputs, too many", "export again"
-        )
+    most = max(int(manifest["batch"]["min"]), MOST_INPUTS)
+    if not 1 <= len(images) <= most:
+        what = f"holds {len(images)} inputs, not 1 to {most}"
+        raise CapszooError(f"{folder / 'reference.npz'}: {what}", "export again")
     index = [output["name"] for output in manifest["outputs"]].index("scores")
+    name = "parity with the stored answers"
     try:
         got = runner(images)[index]
     except Exception as error:  # ONNX Runtime raises many kinds of errors
-        reason = first_line(error)
-        check.steps.append(GateStep("parity with the stored answers", False, f"does not run: {reason}"))
+        check.steps.append(GateStep(name, False, f"does not run: {first_line(error)}"))
         return check
-    check.steps.append(_verified("parity with the stored answers", expected, got, manifest))
-    check.steps.append(_against_original(runner, images, index, manifest, model))
+    check.steps.append(_verified(name, expected, got, manifest))
+    check.steps.append(_against_original(got, images, index, manifest, model))
     if "tensorrt" in manifest["engines"]:
         check.steps.append(_engine(folder, images, expected, index, manifest))
     return check
@@ -107,7 +105,7 @@ def _check_file(path: Path, model: str | None) -> BundleCheck:
     require_libraries(True)
     net = OnnxModel(path)
     properties, spec = net.stated, net.stated["preprocess"]
-    precision = str(properties.get("precision", "fp32"))
+    precision, iterations = str(properties.get("precision", "fp32")), properties.get("routing_iters", ())
     tolerance = TOLERANCES.get(precision, TOLERANCES["fp32"])
     with suppress(KeyError, ValueError):
         stated = float(str(properties["tolerance"]))
@@ -117,9 +115,7 @@ def _check_file(path: Path, model: str | None) -> BundleCheck:
         "model": {
             "source": str(properties.get("weights", "")),
             "state_sha256": properties.get("state_sha256"),
-            "routing_iters_asked": properties["routing_iters"][0]
-            if len(properties.get("routing_iters", ())) == 1
-            else None,
+            "routing_iters_asked": iterations[0] if len(iterations) == 1 else None,
             "outputs": ["scores"],
         },
         "input": {"size": spec["size"], "dtype": "float32"},
@@ -137,13 +133,13 @@ def _check_file(path: Path, model: str | None) -> BundleCheck:
     )
     mean, std = (np.asarray(spec[key], np.float32)[:, None, None] for key in ("mean", "std"))
     images = (pixels.astype(np.float32) / 255 - mean) / std
-    finite = bool(np.isfinite(runner(images)[0]).all())
-    check.steps.append(GateStep("finite scores", finite, f"{len(images)} inputs"))
+    got = runner(images)[0]
+    check.steps.append(GateStep("finite scores", bool(np.isfinite(got).all()), f"{len(images)} inputs"))
     if precision == "int8":
         why = "not run: int8 is compared on real images: capszoo eval"
         check.steps.append(GateStep("parity with eager", None, why))
     else:
-        check.steps.append(_against_original(runner, images, 0, manifest, model))
+        check.steps.append(_against_original(got, images, 0, manifest, model))
     return check
 
 
@@ -240,7 +236,7 @@ def _verified(name: str, expected: np.ndarray, got: np.ndarray, manifest: dict[s
 
 
 def _against_original(
-    runner: compare.Runner, images: np.ndarray, index: int, manifest: dict[str, Any], model: str | None
+    got: np.ndarray, images: np.ndarray, index: int, manifest: dict[str, Any], model: str | None
 ) -> GateStep:
     name = "parity with eager"
     try:
@@ -249,9 +245,7 @@ def _against_original(
         if model is not None:
             raise
         return GateStep(name, None, f"not run: the model cannot be created here ({first_line(e)})")
-    return _verified(
-        name, compare.EagerRunner(prepared.original)(images)[index], runner(images)[index], manifest
-    )
+    return _verified(name, compare.EagerRunner(prepared.original)(images)[index], got, manifest)
 
 
 def _original(manifest: dict[str, Any], model: str | None = None) -> PreparedModel:
@@ -401,20 +395,15 @@ def compare_bundle(
                 f"{path}: {step.name}: {step.detail}", "export again; capszoo check shows the rest"
             )
     spec = manifest["input"]
-    smallest, largest = manifest["batch"]["min"], manifest["batch"]["max"]
+    batch = manifest["batch"]
+    smallest, largest = batch["min"], batch["max"]
     runners = [open_runner(kind, path, manifest, model) for kind in kinds]
     if files:
         inputs = np.stack([infer.read_picture(load_image(file), spec)[0] for file in files])
     else:
         count = max(min(max(batches), largest), smallest)
         inputs = compare.probe_input("random", (count, spec["channels"], *spec["size"]), 0, spec["dtype"])
-    gathered: list[list[list[np.ndarray]]] = [[] for _ in runners]
-    for start in range(0, len(inputs), largest):
-        chunk = inputs[start : start + largest]
-        filled = chunk[np.arange(max(len(chunk), smallest)) % len(chunk)]
-        for results, runner in zip(gathered, runners, strict=True):
-            results.append([output[: len(chunk)] for output in runner(filled)])
-    whole = [[np.concatenate(parts) for parts in zip(*results, strict=True)] for results in gathered]
+    whole = compare.joined(compare.run_in_batches(runners, inputs, (smallest, batch["usual"], largest)))
     scores = [output["name"] for output in manifest["outputs"]].index("scores")
     differences = []
     for kind, outputs in zip(kinds[1:], whole[1:], strict=True):
@@ -423,15 +412,6 @@ def compare_bundle(
         differences.append({"runner": kind, **difference.to_dict()})
     timings = []
     for count in sorted({min(max(count, smallest), largest) for count in batches}):
-        for kind, timing in zip(
-            kinds,
-            compare.time_runners(runners, inputs[np.arange(count) % len(inputs)], repeats),
-            strict=True,
-        ):
-            timings.append({**timing.to_dict(), "runner": kind})
-    return {
-        "reference": kinds[0],
-        "images": len(files),
-        "differences": differences,
-        "timings": timings,
-    }
+        rows = compare.time_runners(runners, inputs[np.arange(count) % len(inputs)], repeats)
+        timings += [{**row.to_dict(), "runner": kind} for kind, row in zip(kinds, rows, strict=True)]
+    return {"reference": kinds[0], "images": len(files), "differences": differences, "timings": timings}

@@ -15,6 +15,7 @@ import io
 import json
 import os
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -367,15 +368,18 @@ def printable(text: str) -> str:
 
 
 def classify(
-    classifier: Classifier, images: list[str], topk: int, max_pixels: int, **reading: Any
+    classifier: Classifier,
+    images: Sequence[str],
+    topk: int,
+    read_image: Callable[[str], tuple[np.ndarray, list[str]]],
 ) -> list[dict[str, Any]]:
-    """The classes of image files, or the error of one that cannot be read; prints notes.
+    """The classes of image files with notes on how they were read, or the error of one that cannot be read.
 
     Args:
         classifier: the model.
         images: paths; a batch of them is in memory at a time.
         topk: classes per image.
-        max_pixels, **reading: as for :func:`read`.
+        read_image: a path to an input and notes, as by :func:`read`; the message of its error is that of the image.
     """
     results: list[dict[str, Any]] = []
     for start in range(0, len(images), classifier.largest):
@@ -383,13 +387,12 @@ def classify(
         for image in images[start : start + classifier.largest]:
             results.append({"image": image})
             try:
-                pixels, notes = read(image, classifier.spec, max_pixels, **reading)
-            except Exception as error:  # Pillow's errors for broken files, and MemoryError
-                results[-1]["error"] = f"{image}: cannot be read ({first_line(error)})"
+                pixels, notes = read_image(image)
+            except Exception as error:  # of any kind, MemoryError too
+                results[-1]["error"] = str(error)
                 continue
             if notes:
                 results[-1]["notes"] = notes
-                print(*(printable(f"note: {image}: {note}") for note in notes), sep="\n", file=sys.stderr)
             inputs.append(pixels)
             readable.append(results[-1])
         if not inputs:
@@ -420,10 +423,9 @@ def show(results: list[dict[str, Any]], kind: str, as_json: bool) -> None:
                 print(printable(f"{entry['image']}  {scored['label']}  {shown}"))
         return
     document = {"score_kind": kind, "results": results}
-    other = (sys.stdout.encoding or "utf-8").lower().replace("-", "") != "utf8"
-    text = json.dumps(document, indent=1, ensure_ascii=other)
+    text = json.dumps(document, indent=1, ensure_ascii=False)
     try:
-        text.encode("utf-8")
+        text.encode(sys.stdout.encoding or "utf-8")
     except UnicodeEncodeError:
         text = json.dumps(document, indent=1)
     print(text)
@@ -454,8 +456,18 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"error: {HERE}: the bundle cannot be loaded ({first_line(error)})", file=sys.stderr)
         return 1
     reading = {"background": options.background, "invert": options.invert, "fit": options.fit}
+
+    def read_image(path: str) -> tuple[np.ndarray, list[str]]:
+        try:
+            pixels, notes = read(path, classifier.spec, options.max_pixels, **reading)
+        except Exception as error:  # Pillow's errors for broken files
+            raise ValueError(f"{path}: cannot be read ({first_line(error)})") from error
+        for note in notes:
+            print(printable(f"note: {path}: {note}"), file=sys.stderr)
+        return pixels, notes
+
     try:
-        results = classify(classifier, options.images, options.topk, options.max_pixels, **reading)
+        results = classify(classifier, options.images, options.topk, read_image)
     except Exception as error:  # ONNX Runtime raises many kinds of errors
         print(f"error: {HERE}: the model does not run ({first_line(error)})", file=sys.stderr)
         return 1

@@ -25,17 +25,18 @@ from ..report import ExportReport
 from .manifest_model import SCHEMA, check_manifest
 
 __all__ = [
+    "MEANING",
     "SCHEMA",
     "describe_model",
     "figures",
-    "meaning",
     "preprocessing",
     "read_manifest",
     "state_digest",
     "weights_of",
 ]
 
-_MEANING = {
+#: What an output of the graph is; several couplings are numbered.
+MEANING = {
     "scores": "class scores; their argmax is the prediction",
     "poses": "class capsules",
     "activations": "how present each class is",
@@ -181,8 +182,3 @@ def figures(report: ExportReport) -> dict[str, Any]:
     if report.half_comparisons:
         by_name[f"eager {report.precision} against eager fp32"] = summary(report.half_comparisons)
     return by_name
-
-
-def meaning(output: str) -> str:
-    """Description of an output of the graph."""
-    return next((text for key, text in _MEANING.items() if output.split("_")[0] == key), "")

@@ -6,14 +6,12 @@ is no incomplete bundle under that name, and an older one is unchanged.
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import platform
 import re
 import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
@@ -33,14 +31,7 @@ from .. import compare, to_aoti, to_executorch, to_onnx, to_tensorrt
 from ..options import BundleOptions, collect
 from ..prepare import PreparedModel, in_own_precision, prepare
 from ..report import ExportReport, GateStep
-from .manifest import (
-    SCHEMA,
-    describe_model,
-    figures,
-    meaning,
-    preprocessing,
-    read_manifest,
-)
+from .manifest import MEANING, SCHEMA, describe_model, figures, preprocessing, read_manifest
 from .triton import write_triton
 
 __all__ = ["export_bundle"]
@@ -82,7 +73,7 @@ def export_bundle(
         raise UsageError(f"{type(model).__name__} has no classes", "create it with num_classes above 0")
     prepared = prepare(model, options)
     safe = re.sub(r"[^\w.-]+", "_", prepared.name).strip(".") or "model"  # it is a folder's name for Triton
-    with _replaced(target) as work:
+    with replacing(target, folder=True) as work:
         report = to_onnx.write(prepared, work / "model.onnx")
         engines, notes = _write_engines(prepared, report, work, options)
         report.path = "model.onnx"
@@ -120,16 +111,16 @@ def _write_engines(
     """Write the formats besides ONNX: the manifest's entry for each, and notes on what could not be done here."""
     engines: dict[str, Any] = {}
     if "aoti" in options.formats:
-        engines["aoti"] = to_aoti.write(prepared, work, progress=options.progress)
+        engines["aoti"] = to_aoti.write(prepared, work)
         report.gate.append(GateStep("AOTInductor against eager", True, engines["aoti"]["detail"]))
     if "executorch" in options.formats:
-        engines["executorch"] = to_executorch.write(prepared, work, options.progress)
+        engines["executorch"] = to_executorch.write(prepared, work)
         report.gate.append(GateStep("ExecuTorch against eager", True, engines["executorch"]["detail"]))
     if "tensorrt" not in options.formats:
         why = "not run: the format tensorrt was not asked for"
         report.gate.append(GateStep("TensorRT builds the engine", None, why))
         return engines, []
-    engines["tensorrt"], steps = to_tensorrt.write(prepared, report, work, options.engine, options.progress)
+    engines["tensorrt"], steps = to_tensorrt.write(prepared, report, work, options.engine)
     report.gate.extend(steps)
     note = engines["tensorrt"]["note"]
     return engines, [note] if note else []
@@ -153,7 +144,7 @@ def _describe_export(report: ExportReport, spec: dict[str, Any]) -> dict[str, An
             "range": "0..255" if spec["dtype"] == "uint8" else "0..1 before normalisation",
         },
         "outputs": [
-            {"name": key, "shape": list(shape), "dtype": "float32", "meaning": meaning(key)}
+            {"name": key, "shape": list(shape), "dtype": "float32", "meaning": MEANING[key.split("_")[0]]}
             for key, shape in report.outputs.items()
         ],
         "precision": {"model": report.precision, **report.precision_map},
@@ -170,11 +161,9 @@ def _checked_target(out: Path) -> Path:
 
     Links are followed, so that the folder is replaced and not the link.
     """
-    if out.is_file():
-        raise UsageError(f"{out} is a file", "give the name of a folder, or FILE.onnx for the file alone")
     target = out.resolve()
     if target.exists() and not target.is_dir():
-        raise UsageError(f"{out} is no folder", "give the name of a folder")
+        raise UsageError(f"{out} is a file", "give the name of a folder, or FILE.onnx for the file alone")
     if os.path.ismount(target):  # Path.is_mount raises on Windows before Python 3.12
         raise UsageError(f"{out} is a mount point, which cannot be replaced", f"give {out / 'model'}")
     if target == Path.cwd():
@@ -203,18 +192,6 @@ def _checked_target(out: Path) -> Path:
     return target
 
 
-@contextmanager
-def _replaced(target: Path) -> Iterator[Path]:
-    """A folder that becomes the bundle; an older one stays until the new one is complete."""
-    try:
-        with replacing(target, folder=True) as work:
-            yield work
-    except OSError as error:
-        if error.errno in (errno.ENOTEMPTY, errno.EEXIST):  # another process has just put its own there
-            raise UsageError(f"{target} was written meanwhile", "run the command again") from None
-        raise
-
-
 def _write_reference(prepared: PreparedModel, path: Path) -> None:
     """Write inputs, and the original's scores for them: the probes, and up to four real images.
 
@@ -223,9 +200,9 @@ def _write_reference(prepared: PreparedModel, path: Path) -> None:
     shape, dtype = (1, *prepared.size), prepared.input_dtype
     inputs = [compare.probe_input(probe, shape, 0, dtype, prepared.span) for probe in prepared.probes]
     int8 = prepared.precision == "int8"
-    real = prepared.samples(8 if int8 else 4)
-    if real is not None:
-        inputs = [real] if int8 else [*inputs, real]
+    if (real := prepared.options.real_images) is not None:
+        images = real.images[: 8 if int8 else 4].cpu().numpy()
+        inputs = [images] if int8 else [*inputs, images]
     stacked = np.concatenate(inputs)
     smallest, _, largest = prepared.batch
     # a fixed or large batch uses as many as it must, a small one no more than it can

@@ -8,11 +8,10 @@ squash stay in float32.
 
 from __future__ import annotations
 
-import logging
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -79,13 +78,14 @@ def quantise(
     import onnx
     from onnxruntime.quantization import CalibrationMethod, QuantFormat, QuantType, quantize_static
 
-    with tempfile.TemporaryDirectory() as folder, _silent():
+    batches = _batches(proto.graph.input[0].name, images, batch)
+    with tempfile.TemporaryDirectory() as folder:
         source, target = Path(folder) / "float.onnx", Path(folder) / "int8.onnx"
         onnx.save(proto, source)
         quantize_static(
             source,
             target,
-            _Images(proto.graph.input[0].name, images, batch),
+            SimpleNamespace(get_next=lambda: next(batches, None)),
             quant_format=QuantFormat.QDQ,
             op_types_to_quantize=list(_OPERATORS),
             nodes_to_quantize=quantisable(proto, weights),
@@ -105,31 +105,9 @@ def quantise(
     return quantised
 
 
-class _Images:
-    """Calibration images in batches, with the interface of ONNX Runtime's calibrator."""
-
-    def __init__(self, name: str, images: torch.Tensor, batch: tuple[int, int, int]) -> None:
-        self._batches = self._read(name, images, batch)
-
-    def get_next(self) -> dict[str, np.ndarray] | None:
-        return next(self._batches, None)
-
-    @staticmethod
-    def _read(
-        name: str, images: torch.Tensor, batch: tuple[int, int, int]
-    ) -> Iterator[dict[str, np.ndarray]]:
-        smallest, usual, _ = batch
-        for chunk in images.cpu().split(usual):
-            repeats = -(-smallest // len(chunk))  # a graph with a fixed batch accepts no smaller last one
-            yield {name: torch.cat([chunk] * repeats)[: max(len(chunk), smallest)].numpy()}
-
-
-@contextmanager
-def _silent() -> Iterator[None]:
-    """Silence the quantiser, which logs advice (to preprocess an already optimised graph) through the root logger."""
-    root, before = logging.getLogger(), logging.getLogger().level
-    root.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        root.setLevel(before)
+def _batches(name: str, images: torch.Tensor, batch: tuple[int, int, int]) -> Iterator[dict[str, np.ndarray]]:
+    """Calibration images in batches, by the name of the input."""
+    smallest, usual, _ = batch
+    for chunk in images.cpu().split(usual):
+        repeats = -(-smallest // len(chunk))  # a graph with a fixed batch accepts no smaller last one
+        yield {name: torch.cat([chunk] * repeats)[: max(len(chunk), smallest)].numpy()}

@@ -6,12 +6,12 @@ import math
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from capszoo.errors import first_line
 
@@ -54,14 +54,15 @@ except Exception as error:
 class Gate:
     """Runs the steps in order, records each in the report and raises at the first failure."""
 
-    def __init__(
-        self,
-        report: ExportReport,
-        prepared: PreparedModel,
-        proto: onnx.ModelProto,
-        say: Callable[[str], None],
-    ) -> None:
-        self.report, self.prepared, self.proto, self.say = report, prepared, proto, say
+    def __init__(self, report: ExportReport, prepared: PreparedModel, proto: onnx.ModelProto) -> None:
+        self.report, self.prepared, self.proto = report, prepared, proto
+        self.say, self.real = prepared.options.say, prepared.options.real_images
+        self.full = prepared.options.gate == "full"
+        self.eager = compare.EagerRunner(prepared.original)
+
+    @cached_property
+    def exported(self) -> compare.OnnxRunner:
+        return self._runner(self.proto)
 
     @contextmanager
     def _step(self, name: str) -> Iterator[list[str]]:
@@ -83,10 +84,6 @@ class Gate:
     def structure(self) -> None:
         """Step 1: the checker, strict shape inference, ranks, operators, dtypes."""
         with self._step("structure") as detail:
-            named = [value.name for value in self.proto.graph.output]
-            if named != self.prepared.output_names:
-                asked = ", ".join(self.prepared.output_names)
-                raise self._fail(f"its outputs are {', '.join(named)}, asked for were {asked}")
             problems = inspect_graph(self.proto, self.report.batch)
             if problems:
                 raise self._fail(f"the graph breaks a rule: {problems[0]}", RULES)
@@ -119,20 +116,18 @@ class Gate:
                     )
                 detail.append(f"{half} of {total} convolutions and matrix products in {wanted}")
 
-    def parity(self, full: bool) -> None:
+    def parity(self) -> None:
         """Step 2: ONNX Runtime against eager PyTorch."""
         with self._step("parity with eager") as detail:
-            eager, runtime = compare.EagerRunner(self.prepared.original), self._exported()
-            probes = self._probes(full)
-            for count in _probe_batches(self.report.batch, full):
+            for count in _probe_batches(self.report.batch, self.full):
                 self.say(f"parity with eager: batch {count}")
-                for difference in self._compare(eager, runtime, count, probes):
+                for difference in self._compare(self.eager, self.exported, count, self.full):
                     self.report.comparisons.append(difference)
                     _check(self.prepared, difference, "differs from eager")
             detail.append(
                 f"{len(self.report.comparisons)} inputs, worst {self.report.max_rel_diff:.1e} of the largest"
             )
-            if not full:
+            if not self.full:
                 detail.append("quick gate: random and zero input only")
             if self.prepared.precision == "fp16":
                 detail.append(
@@ -143,26 +138,19 @@ class Gate:
                     "run as float32 with the bfloat16 weights: ONNX Runtime's CPU provider has no bfloat16"
                 )
 
-    def empty_batch(self, full: bool) -> None:
+    def empty_batch(self) -> None:
         """Step 1, last part: ONNX Runtime gives no rows for no images, in a process of its own, as it may crash."""
         name = "an empty batch gives an empty result"
         smallest, _, largest = self.report.batch
-        if not full or smallest == largest:
+        if not self.full or smallest == largest:
             self.report.gate.append(GateStep(name, None, "not run: quick gate, or a fixed batch"))
             return
         with self._step(name) as detail:
             proto = widened(self.proto) if self.prepared.precision == "bf16" else self.proto
+            size = ",".join(map(str, self.prepared.size))
+            command = [sys.executable, "-c", _EMPTY_BATCH, size, self.prepared.input_dtype]
             process = subprocess.run(
-                [
-                    sys.executable,
-                    "-c",
-                    _EMPTY_BATCH,
-                    ",".join(map(str, self.prepared.size)),
-                    self.prepared.input_dtype,
-                ],
-                input=proto.SerializeToString(),
-                capture_output=True,
-                check=False,
+                command, input=proto.SerializeToString(), capture_output=True, check=False
             )
             answer = process.stdout.decode().strip()
             if process.returncode or not answer:
@@ -179,62 +167,50 @@ class Gate:
     def finite(self) -> None:
         """Step 2 for int8: beyond the calibrated ranges values are clipped, but never NaN; every batch runs."""
         with self._step("finite on every probe") as detail:
-            eager, runtime = compare.EagerRunner(self.prepared.original), self._exported()
             differences = []
             for count in _probe_batches(self.report.batch, full=True):
-                differences += self._compare(eager, runtime, count)
+                differences += self._compare(self.eager, self.exported, count)
             for difference in differences:
                 _check_finite(self.prepared, difference)
             detail.append(f"{len(differences)} inputs")
 
-    def accuracy(self, real: RealImages) -> None:
-        """Step 2 for int8: loss of accuracy on real images; without their classes, share of changed predictions."""
-        with self._step("accuracy on real images") as detail:
-            eager, runtime = compare.EagerRunner(self.prepared.original), self._exported()
-            into = self.report.comparisons
-            detail.append(_int8_accuracy(self.prepared, eager, runtime, real, into, self.report.accuracy))
-
-    def half_in_pytorch(self, images: RealImages | None, full: bool) -> None:
+    def half_in_pytorch(self) -> None:
         """Step 2 for half precision: its loss, computed in PyTorch in the same precision."""
         if self.prepared.precision == "fp32":
             return
         with self._step(f"{self.prepared.precision} in PyTorch") as detail:
-            eager, half = (
-                compare.EagerRunner(self.prepared.original),
-                compare.EagerRunner(self.prepared.served, "gpu"),
-            )
+            half = compare.EagerRunner(self.prepared.served, "gpu")
             half.name = f"eager {self.prepared.precision}"
             count = _probe_batches(self.report.batch, full=False)[-1]
-            differences = self._compare(eager, half, count, self._probes(full))
+            differences = self._compare(self.eager, half, count, self.full)
             for difference in differences:
                 _check(self.prepared, difference, f"{self.prepared.precision} differs from float32")
             detail.append(f"worst {max(d.relative for d in differences):.1e} of the largest output")
-            if images is not None:
-                detail.append(_same_answers(self.prepared, eager, half, images, differences))
+            if self.real is not None:
+                detail.append(_on_images(self.prepared, self.eager, half, self.real, differences, {}))
             self.report.half_comparisons.extend(differences)
 
-    def real_images(self, images: RealImages | None) -> None:
-        """Step 2, last part: equal top-1 on real images."""
-        name = "top-1 on real images"
-        if images is None:
+    def real_images(self) -> None:
+        """Step 2, last part: equal top-1 on real images; of int8 its loss of accuracy."""
+        name = f"{'accuracy' if self.prepared.precision == 'int8' else 'top-1'} on real images"
+        if self.real is None:
             self.report.gate.append(GateStep(name, None, "not run: no images given"))
             return
         with self._step(name) as detail:
-            eager, runtime = compare.EagerRunner(self.prepared.original), self._exported()
-            detail.append(_same_answers(self.prepared, eager, runtime, images, self.report.comparisons))
+            into, figures = self.report.comparisons, self.report.accuracy
+            detail.append(_on_images(self.prepared, self.eager, self.exported, self.real, into, figures))
 
-    def both_graphs(self, plain: onnx.ModelProto, run: bool) -> None:
+    def both_graphs(self, plain: onnx.ModelProto) -> None:
         """Step 3: the graph with and without the exporter's optimisation."""
         name = "plain and optimised graph agree"
-        if not run:
+        if not self.full or plain is self.proto:
             self.report.gate.append(GateStep(name, None, "not run: quick gate, or no optimisation"))
             return
         with self._step(name) as detail:
             batches = _probe_batches(self.report.batch, full=True)
             count = next((size for size in batches if size >= len(self.prepared.probes)), batches[-1])
-            before, after = self._runner(plain), self._exported()
             worst = 0.0
-            for difference in self._compare(before, after, count):
+            for difference in self._compare(self._runner(plain), self.exported, count):
                 if not difference.passed(self.report.tolerance):
                     raise self._fail(
                         f"the exporter's optimisation changes the result for {difference.probe} input",
@@ -242,12 +218,6 @@ class Gate:
                     )
                 worst = max(worst, difference.relative)
             detail.append(f"worst {worst:.1e} of the largest output")
-
-    def _probes(self, full: bool) -> tuple[str, ...]:
-        return self.prepared.probes if full else self.prepared.probes[:2]
-
-    def _exported(self) -> compare.OnnxRunner:
-        return self._runner(self.proto)
 
     def _runner(self, proto: onnx.ModelProto) -> compare.OnnxRunner:
         if self.prepared.precision == "bf16":
@@ -258,28 +228,28 @@ class Gate:
             raise self._fail(f"ONNX Runtime does not load the graph: {first_line(e)}", RULES) from e
 
     def _compare(
-        self,
-        reference: compare.Runner,
-        candidate: compare.Runner,
-        count: int,
-        probes: Sequence[str] | None = None,
+        self, reference: compare.Runner, candidate: compare.Runner, count: int, full: bool = True
     ) -> list[compare.Difference]:
         try:
-            return compare.compare_probes(
-                reference,
-                candidate,
-                count,
-                self.prepared.size,
-                self.prepared.input_dtype,
-                probes or self.prepared.probes,
-                self.prepared.scores_at,
-                self.prepared.span,
-            )
+            return _on_probes(self.prepared, reference, candidate, count, full)
         except ValueError as e:
             raise self._fail(str(e)) from e
         except Exception as e:  # a graph with a hard-coded batch fails inside onnxruntime
             remedy = "write its forward for any batch size, or fix the batch with a profile of one number"
             raise self._fail(f"the graph does not run at batch {count}: {first_line(e)}", remedy) from e
+
+
+def _on_probes(
+    prepared: PreparedModel,
+    reference: compare.Runner,
+    candidate: compare.Runner,
+    count: int,
+    full: bool = True,
+) -> list[compare.Difference]:
+    """Compare two runners at a batch size; without ``full`` on the two probes of the quick gate."""
+    probes = prepared.probes if full else prepared.probes[:2]
+    size, dtype, scores, span = prepared.size, prepared.input_dtype, prepared.scores_at, prepared.span
+    return compare.compare_probes(reference, candidate, count, size, dtype, probes, scores, span)
 
 
 def _probe_batches(batch: tuple[int, int, int], full: bool) -> list[int]:
@@ -319,54 +289,47 @@ def _on_images(
     prepared: PreparedModel,
     reference: compare.Runner,
     candidate: compare.Runner,
-    images: torch.Tensor,
-    into: list[compare.Difference],
-) -> list[list[np.ndarray]]:
-    """Outputs of both on all images, compared batch by batch."""
-    smallest, _, largest = prepared.batch
-    gathered: list[list[list[np.ndarray]]] = []
-    for chunk in images.cpu().split(largest):
-        fill = max(0, smallest - len(chunk))
-        padded = torch.cat([chunk, chunk[-1:].expand(fill, -1, -1, -1)]) if fill else chunk
-        outputs = reference(padded.numpy()), candidate(padded.numpy())
-        kept = [[output[: len(chunk)] for output in side] for side in outputs]
-        names = (reference.name, candidate.name)
-        difference = compare.compare_outputs(kept[0], kept[1], "images", names, prepared.scores_at)
-        into.append(difference)
-        _check(prepared, difference, "real images: differs")
-        gathered.append(kept)
-    sides = zip(*gathered, strict=True)
-    return [[np.concatenate(parts) for parts in zip(*side, strict=True)] for side in sides]
-
-
-def _same_answers(
-    prepared: PreparedModel,
-    reference: compare.Runner,
-    candidate: compare.Runner,
     real: RealImages,
     into: list[compare.Difference],
+    figures: dict[str, float],
 ) -> str:
-    """Compare two runners on real images; half precision may change 0.5% of the predictions."""
-    first = len(into)
-    _on_images(prepared, reference, candidate, real.images, into)
-    if prepared.scores_at is None:
+    """Compare two runners on real images, batch by batch; half precision may change 0.5% of the predictions.
+
+    Args:
+        prepared: the model.
+        reference, candidate: the runners.
+        real: the images.
+        into: receives the differences.
+        figures: receives int8's accuracy, if the classes are known.
+    """
+    names, gathered = (reference.name, candidate.name), []
+    for outputs in compare.run_in_batches((reference, candidate), real.images.cpu().numpy(), prepared.batch):
+        difference = compare.compare_outputs(outputs[0], outputs[1], "images", names, prepared.scores_at)
+        into.append(difference)
+        _check(prepared, difference, "real images: differs")
+        gathered.append(outputs)
+    at = prepared.scores_at
+    if at is None:
         return f"{len(real)} images, top-1 not compared: the scores are not among the outputs"
-    equal = sum(round((difference.top1_agreement or 0.0) * difference.batch) for difference in into[first:])
-    agreement, least = equal / len(real), 1.0 if prepared.precision == "fp32" else MIN_AGREEMENT
+    before, after = (side[at] for side in compare.joined(gathered))
+    guesses = before.argmax(1), after.argmax(1)
+    if prepared.precision == "int8":
+        return _int8_loss(prepared, guesses, before.shape[1], real, figures)
+    equal = guesses[0] == guesses[1]
+    agreement, least = float(equal.mean()), 1.0 if prepared.precision == "fp32" else MIN_AGREEMENT
     if agreement < least:
         raise ExportError(
             f"{prepared.name}: real images: top-1 agrees on {agreement:.2%}; the limit is {least:.1%}",
             _remedy(prepared, DETERMINISTIC),
         )
-    return f"{len(real)} images, top-1 equal on {'all' if equal == len(real) else f'{agreement:.2%}'}"
+    return f"{len(real)} images, top-1 equal on {'all' if equal.all() else f'{agreement:.2%}'}"
 
 
-def _int8_accuracy(
+def _int8_loss(
     prepared: PreparedModel,
-    reference: compare.Runner,
-    candidate: compare.Runner,
+    guesses: tuple[np.ndarray, np.ndarray],
+    classes: int,
     real: RealImages,
-    into: list[compare.Difference],
     figures: dict[str, float],
 ) -> str:
     """Loss of accuracy by int8, in words and, with known classes, in figures.
@@ -374,10 +337,6 @@ def _int8_accuracy(
     The share of changed predictions takes its place without classes, and where float32 is no better than chance:
     such labels do not fit the model, and no loss could be seen with them.
     """
-    answers = _on_images(prepared, reference, candidate, real.images, into)
-    at = prepared.scores_at
-    assert at is not None, "the options refuse int8 without scores"
-    guesses, classes = [side[at].argmax(1) for side in answers], answers[0][at].shape[1]
     turned = 100 * float((guesses[0] != guesses[1]).mean())
     changed = f"{turned:.2f}% of the predictions changed"
     if real.labels is None:
@@ -411,16 +370,8 @@ def verify_against_eager(prepared: PreparedModel, runner: compare.Runner) -> tup
         ExportError: the results differ.
     """
     eager, real = compare.EagerRunner(prepared.original), prepared.options.real_images
-    probes = compare.compare_on_probes(
-        eager,
-        runner,
-        prepared.batch,
-        prepared.size,
-        prepared.input_dtype,
-        prepared.scores_at,
-        prepared.probes,
-        prepared.span,
-    )
+    batches = sorted(set(prepared.batch))
+    probes = [found for count in batches for found in _on_probes(prepared, eager, runner, count)]
     for difference in probes:
         if prepared.precision == "int8":
             _check_finite(prepared, difference)
@@ -430,10 +381,7 @@ def verify_against_eager(prepared: PreparedModel, runner: compare.Runner) -> tup
     details = [f"{len(probes)} inputs" + ("" if counted else " finite")]
     if real is not None:
         on_images: list[compare.Difference] = []
-        if prepared.precision == "int8":
-            details.append(_int8_accuracy(prepared, eager, runner, real, on_images, {}))
-        else:
-            details.append(_same_answers(prepared, eager, runner, real, on_images))
+        details.append(_on_images(prepared, eager, runner, real, on_images, {}))
         counted = [*counted, *on_images]
     worst = max((difference.relative for difference in counted), default=float("nan"))
     details.append(f"worst {worst:.1e} of the largest output")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import Counter
 from collections.abc import Iterator
@@ -154,8 +155,7 @@ def _infer_shapes(proto: onnx.ModelProto, batch: int) -> onnx.ModelProto:
     """Strict inference, with data propagation, on a copy with a fixed batch and without annotations."""
     import onnx
 
-    bare = onnx.ModelProto()
-    bare.CopyFrom(proto)
+    bare = copy.deepcopy(proto)
     del bare.graph.value_info[:]
     for value in bare.graph.input:
         for dim in value.type.tensor_type.shape.dim[:1]:
@@ -252,8 +252,7 @@ def widened(proto: onnx.ModelProto) -> onnx.ModelProto:
     """The same graph with float32 instead of bfloat16; the weights keep their rounded values."""
     import onnx
 
-    wide = onnx.ModelProto()
-    wide.CopyFrom(proto)
+    wide = copy.deepcopy(proto)
     narrow, float32 = onnx.TensorProto.BFLOAT16, onnx.TensorProto.FLOAT
 
     def widen(tensor: onnx.TensorProto) -> None:
@@ -303,13 +302,8 @@ def stripped(proto: onnx.ModelProto) -> onnx.ModelProto:
     del proto.metadata_props[:]
     del proto.graph.metadata_props[:]
     proto.graph.doc_string = ""
-    for item in (
-        *proto.graph.node,
-        *proto.graph.input,
-        *proto.graph.output,
-        *proto.graph.value_info,
-        *proto.graph.initializer,
-    ):
+    graph = proto.graph
+    for item in (*graph.node, *graph.input, *graph.output, *graph.value_info, *graph.initializer):
         del item.metadata_props[:]
         item.doc_string = ""
     return proto

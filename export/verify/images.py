@@ -20,7 +20,7 @@ from capszoo.data.specs import RESIZED, is_data_set
 from capszoo.errors import CapszooError
 from capszoo.preprocess import find_images, load_image, model_framing, model_input_size, model_transform
 
-__all__ = ["CALIBRATION_IMAGES", "VERIFY_IMAGES", "RealImages", "load_images", "open_images", "transformed"]
+__all__ = ["CALIBRATION_IMAGES", "VERIFY_IMAGES", "RealImages", "open_images", "transformed"]
 
 #: Images that the command uses of those given, evenly spaced: to calibrate int8, and to verify an export.
 CALIBRATION_IMAGES, VERIFY_IMAGES = 512, 2000
@@ -79,7 +79,8 @@ def open_images(
     files = [files[i] for i in _spread(len(files), limit)]
     if skipped is not None:
         files = _readable(files, skipped)
-    return RealImages(load_images(model, files, uint8_input), _classes(model, files), source)
+    images = transformed(model, map(load_image, files), uint8_input)
+    return RealImages(images, _classes(model, files), source)
 
 
 def _of_data_set(
@@ -93,10 +94,10 @@ def _of_data_set(
 ) -> RealImages:
     sizes: dict[str, Any] = {}
     channels = model_input_size(model)[0]
-    if name.startswith(tuple(PREFIXES)) and channels in MODES:
-        sizes["channels"] = channels
     if name.startswith(tuple(PREFIXES)):
         sizes["framing"] = model_framing(model)
+        if channels in MODES:
+            sizes["channels"] = channels
     if name.startswith(RESIZED):
         # framed once, at the size of which the transform takes the middle
         transform = model_transform(model)
@@ -140,11 +141,6 @@ def _readable(files: Sequence[Path], skipped: list[str]) -> list[Path]:
     if not pictures:
         raise CapszooError(f"none of the {len(files)} images can be read", skipped[0])
     return pictures
-
-
-def load_images(model: nn.Module, files: Iterable[str | Path], uint8_input: bool = False) -> Tensor:
-    """Image files as input of the exported graph: ``[b, c, h, w]``, normalised float32, or uint8."""
-    return transformed(model, map(load_image, files), uint8_input)
 
 
 def transformed(model: nn.Module, pictures: Iterable[Image.Image], uint8_input: bool = False) -> Tensor:

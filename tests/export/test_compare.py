@@ -4,19 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 
 from capszoo.errors import CapszooError
 from capszoo.export import compare
-from capszoo.export.compare import (
-    HALF_PROBES,
-    PROBES,
-    EagerRunner,
-    OnnxRunner,
-    compare_outputs,
-    compare_runners,
-    probe_input,
-)
+from capszoo.export.compare import HALF_PROBES, PROBES, OnnxRunner, compare_outputs, probe_input
 from tests.support.errors import refuses
 
 
@@ -88,19 +79,6 @@ def test_probes_of_half_precision_are_pixels_that_an_image_can_have() -> None:
     assert extremes.dtype == brightest.dtype == np.float32
     pixels = [probe_input(probe, (2, 2, 4, 4), dtype="uint8") for probe in HALF_PROBES[3:]]
     assert set(np.unique(pixels[0])) == {0, 255} and (pixels[1] == 255).all()
-
-
-def test_runners() -> None:
-    class Double:
-        name = "double"
-
-        def __call__(self, images: np.ndarray) -> list[np.ndarray]:
-            return [images.reshape(len(images), -1) * 2]
-
-    eager = EagerRunner(torch.nn.Flatten())
-    images = np.ones((2, 1, 2, 2), np.float32)
-    difference = compare_runners(eager, Double(), images, "ones")
-    assert difference.max_abs == 1.0 and (difference.reference, difference.candidate) == ("eager", "double")
 
 
 def test_a_provider_that_onnx_runtime_cannot_start_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,28 +65,40 @@ def test_bundle_with_a_package(tmp_path: Path, root: Path) -> None:
         np.testing.assert_allclose(mine, theirs, atol=1e-5)
 
 
-def test_a_package_that_differs_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = to_onnx.prepare(ToyCaps(1).eval(), batch=(1, 2, 2))
+def package(job: to_onnx.PreparedModel, factor: float) -> type:
+    """In place of the runner of a compiled package: the original's answers, times a factor."""
 
-    class Wrong:
+    class Package:
         name = "aoti"
 
         def __init__(self, path: Path, device: str, *spec: object) -> None:
-            assert (path.parent / "program.pt2").is_file()
+            assert path.read_text() == "package"
 
         def __call__(self, images: np.ndarray) -> list[np.ndarray]:
-            return [output * 1.01 for output in EagerRunner(job.original)(images)]
+            return [output * factor for output in EagerRunner(job.original)(images)]
 
-    monkeypatch.setattr(to_aoti, "compile_program", lambda program, path, device: path)
-    monkeypatch.setattr(to_aoti, "AotiRunner", Wrong)
+    return Package
+
+
+def compiled(program: object, path: Path, device: str) -> Path:
+    """In place of the compiler."""
+    path.write_text("package")
+    return path
+
+
+def test_a_package_that_differs_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = to_onnx.prepare(ToyCaps(1).eval(), batch=(1, 2, 2))
+    monkeypatch.setattr(to_aoti, "compile_program", compiled)
+    monkeypatch.setattr(to_aoti, "AotiRunner", package(job, 1.01))
     with refuses(ExportError, names=["1.0e-02"]):
         to_aoti.write(job, tmp_path)
+    assert (tmp_path / "program.pt2").is_file()
 
 
 def test_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", (None, "no-such-compiler"))
     program = to_onnx.prepare(ToyCaps(1).eval()).trace()
-    with refuses(ExportError, names=["no-such-compiler", "install"]):
+    with refuses(ExportError, names=["no-such-compiler", "C++"]):
         to_aoti.compile_program(program, tmp_path / "x.pt2", "cpu")
     assert list(tmp_path.iterdir()) == []
 
@@ -141,28 +153,13 @@ def test_a_package_that_is_compiled_again_is_compared_with_the_stored_answers(
     out = tmp_path / "toy"
     export_bundle(model, out, gate="quick", batch=(1, 2, 4), outputs=("poses", "scores"))
     torch.export.save(to_onnx.prepare(model).trace(), str(out / "program.pt2"))
-    factor = [1.0]
-
-    class Package:
-        name = "aoti"
-
-        def __init__(self, path: Path, device: str, *spec: object) -> None:
-            pass
-
-        def __call__(self, images: np.ndarray) -> list[np.ndarray]:
-            job = to_onnx.prepare(model, outputs=("poses", "scores"))
-            return [output * factor[0] for output in EagerRunner(job.original)(images)]
-
-    def compiled(program: Path, path: Path, device: str) -> Path:
-        path.write_text("package")
-        return path
-
+    job = to_onnx.prepare(model, outputs=("poses", "scores"))
     monkeypatch.setattr(to_aoti, "compile_program", compiled)
-    monkeypatch.setattr(to_aoti, "AotiRunner", Package)
+    monkeypatch.setattr(to_aoti, "AotiRunner", package(job, 1.0))
     command = [str(out / "program.pt2"), str(out / "model.pt2"), "--device", "cpu", "--trust"]
     assert to_aoti.main(command) == 0 and "of the largest output on 4 inputs" in capsys.readouterr().out
     assert (out / "model.pt2").read_text() == "package"
     (out / "model.pt2").unlink()
-    factor[0] = 1.01
+    monkeypatch.setattr(to_aoti, "AotiRunner", package(job, 1.01))
     assert to_aoti.main(command) == 1 and not (out / "model.pt2").exists()
     assert_names(capsys.readouterr().err, ["1.0e-02"])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import types
 from dataclasses import replace
 from pathlib import Path
@@ -52,14 +54,8 @@ def fake_tensorrt(version: str = "10.13.0", **faults: Any) -> Any:  # noqa: C901
             STRONGLY_TYPED = 1
 
     class Members:
-        TF32, REFIT, VERSION_COMPATIBLE, AMPERE_PLUS, DETAILED, WORKSPACE = (
-            "TF32",
-            "REFIT",
-            "VERSION_COMPATIBLE",
-            "AMPERE_PLUS",
-            "DETAILED",
-            "WORKSPACE",
-        )
+        TF32, REFIT, VERSION_COMPATIBLE = "TF32", "REFIT", "VERSION_COMPATIBLE"
+        AMPERE_PLUS, DETAILED, WORKSPACE = "AMPERE_PLUS", "DETAILED", "WORKSPACE"
         INPUT, OUTPUT, JSON = "input", "output", "json"
 
     class Network:
@@ -173,22 +169,15 @@ def fake_tensorrt(version: str = "10.13.0", **faults: Any) -> Any:  # noqa: C901
     for kind in (ILogger, Builder, OnnxParser, Runtime):
         setattr(trt, kind.__name__, kind)
     trt.NetworkDefinitionCreationFlag = Flags
-    for name in (
-        "BuilderFlag",
-        "HardwareCompatibilityLevel",
-        "ProfilingVerbosity",
-        "MemoryPoolType",
-        "TensorIOMode",
-        "LayerInformationFormat",
-    ):
-        setattr(trt, name, Members)
+    trt.BuilderFlag = trt.HardwareCompatibilityLevel = trt.ProfilingVerbosity = Members
+    trt.MemoryPoolType = trt.TensorIOMode = trt.LayerInformationFormat = Members
     trt.ComputeCapability = type("ComputeCapability", (), {})
     return trt
 
 
 def exported(folder: Path, batch: Any = (1, 2, 4)) -> tuple[to_onnx.PreparedModel, ExportReport]:
-    job = to_onnx.prepare(ToyCaps(1).eval(), batch=batch)
-    return job, to_onnx.write(job, folder / "model.onnx", check=False)
+    job = to_onnx.prepare(ToyCaps(1).eval(), batch=batch, check=False)
+    return job, to_onnx.write(job, folder / "model.onnx")
 
 
 @pytest.fixture(scope="module")
@@ -236,16 +225,12 @@ def test_options_reach_the_builder(toy: Toy, tmp_path: Path) -> None:
     again = fake_tensorrt()
     build_engine(onnx, tmp_path / "x.plan", report, options, again)
     assert ("cache", b"measured") in again.calls
-    cache.write_bytes(b"of another GPU")
-    other = fake_tensorrt()
-    build_engine(onnx, tmp_path / "x.plan", report, options, other)
-    assert [c for c in other.calls if c[0] == "cache"] == [("cache", b"of another GPU"), ("cache", b"")]
-    assert cache.read_bytes() == b"measured"
-    cache.write_bytes(b"damaged")
-    other = fake_tensorrt()
-    build_engine(onnx, tmp_path / "x.plan", report, options, other)
-    assert [c for c in other.calls if c[0] == "cache"] == [("cache", b"damaged"), ("cache", b"")]
-    assert cache.read_bytes() == b"measured"
+    for useless in (b"of another GPU", b"damaged"):
+        cache.write_bytes(useless)
+        other = fake_tensorrt()
+        build_engine(onnx, tmp_path / "x.plan", report, options, other)
+        assert [c for c in other.calls if c[0] == "cache"] == [("cache", useless), ("cache", b"")]
+        assert cache.read_bytes() == b"measured"
     never = fake_tensorrt()
     in_a_file = replace(options, timing_cache=str(cache / "x"))
     with pytest.raises(NotWritable):
@@ -273,10 +258,7 @@ def test_a_fixed_batch_needs_no_profile(tmp_path: Path) -> None:
     [
         ({"version": "10.8.0"}, ("10.8.0", "checkout")),
         ({"version": "8.6.1"}, "old"),
-        (
-            {"parse": ["no importer", "bad\nshape"]},
-            ("Einsum", "importer"),
-        ),
+        ({"parse": ["no importer", "bad\nshape"]}, ("Einsum", "importer")),
         ({"build": "out of\nluck"}, ("failed", "engine")),
         ({"build": "Error 2: OutOfMemory"}, ("OutOfMemory", "--workspace", "MIB")),
         ({"no_builder": True}, ("CUDA", "35")),
@@ -292,14 +274,9 @@ def test_refusals_are_one_line_and_write_nothing(
     assert "\n" not in str(caught.value) and list(tmp_path.iterdir()) == []
 
 
-def test_an_option_that_the_library_lacks_is_named(toy: Toy, tmp_path: Path) -> None:
-    onnx, _, report = toy
+def test_impossible_options(toy: Toy, tmp_path: Path) -> None:
     with refuses(ExportError, names=["ComputeCapability.SM42"]):
-        options = BuildOptions(compute_capability="SM42")
-        build_engine(onnx, tmp_path / "x.plan", report, options, fake_tensorrt())
-
-
-def test_impossible_options() -> None:
+        build_engine(toy[0], tmp_path / "x", toy[2], BuildOptions(compute_capability="SM42"), fake_tensorrt())
     with refuses(UsageError, names=["0", "MiB"]):
         BuildOptions(workspace_mib=0)
     with refuses(UsageError, names=["9", "optimisation"]):
@@ -334,12 +311,8 @@ def test_write(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     described, steps = to_tensorrt.write(job, report, tmp_path, BuildOptions(), trt=fake_tensorrt())
     assert described["note"] == "" and described["file"] == "tensorrt/model.plan"
     assert [step.passed for step in steps] == [True, None]
-    assert {f.name for f in (tmp_path / "tensorrt").iterdir()} == {
-        "profile.json",
-        "build_engine.sh",
-        "model.plan",
-        "layers.json",
-    }
+    written = {"profile.json", "build_engine.sh", "model.plan", "layers.json"}
+    assert {f.name for f in (tmp_path / "tensorrt").iterdir()} == written
 
 
 def test_write_without_tensorrt(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -348,6 +321,9 @@ def test_write_without_tensorrt(toy: Toy, tmp_path: Path, monkeypatch: pytest.Mo
     described, steps = to_tensorrt.write(job, report, tmp_path, BuildOptions())
     assert "pip install -e '.[tensorrt]'" in described["note"] and described["file"] is None
     assert [step.passed for step in steps] == [None, None]
+    profile = json.loads((tmp_path / "tensorrt" / "profile.json").read_text())
+    assert profile["shapes"] == {"min": [1, 1, 10, 10], "opt": [2, 1, 10, 10], "max": [4, 1, 10, 10]}
+    assert described["trtexec"] in (tmp_path / "tensorrt" / "build_engine.sh").read_text()
     with refuses(ExportError, names=["TensorRT"]):
         build_engine(tmp_path / "model.onnx", tmp_path / "x.plan", report)
     with refuses(CapszooError, names=["TensorRT"]):
@@ -367,9 +343,6 @@ def test_write_without_a_gpu(toy: Toy, tmp_path: Path) -> None:
 
 def test_script_runs_trtexec(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a stand-in for trtexec that prints its arguments: --stronglyTyped only where that is an option."""
-    import os
-    import subprocess
-
     _, job, report = toy
     monkeypatch.setattr(to_tensorrt, "find_tensorrt", lambda: None)
     to_tensorrt.write(job, report, tmp_path, BuildOptions())
@@ -423,31 +396,14 @@ def test_the_stand_in_is_a_step_of_the_gate(toy: Toy, monkeypatch: pytest.Monkey
 
 # -- NVIDIA's own -------------------------------------------------------------------------------------------------
 
-needs_rtx = pytest.mark.skipif(
-    to_tensorrt.find_rtx() is None,
-    reason="needs TensorRT-RTX: make test-trt-rtx brings and runs it",
+
+@pytest.mark.rtx
+@pytest.mark.skipif(
+    to_tensorrt.find_rtx() is None, reason="needs TensorRT-RTX: make test-trt-rtx brings and runs it"
 )
-
-
-@pytest.mark.rtx
-@needs_rtx
-@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
-@pytest.mark.parametrize("name", ["resnet20_routingcaps.mnist", "idpa_cnn.mnist"])
-def test_tensorrt_rtx_builds_our_graphs(name: str, precision: str, tmp_path: Path) -> None:
-    import capszoo
-
-    model = capszoo.create_model(name, pretrained=True).eval()
-    job = to_onnx.prepare(model, precision=precision)
-    report = to_onnx.write(job, tmp_path / "model.onnx", check=False)
-    step = to_tensorrt.rtx_step(tmp_path / "model.onnx", report)
-    assert step.passed and "for SM89" in step.detail
-
-
-@pytest.mark.rtx
-@needs_rtx
 def test_tensorrt_rtx_takes_uint8_and_refuses_nonsense(tmp_path: Path) -> None:
-    job = to_onnx.prepare(ToyCaps(), uint8_input=True, outputs=("scores", "couplings"))
-    report = to_onnx.write(job, tmp_path / "model.onnx", check=False)
+    job = to_onnx.prepare(ToyCaps(), uint8_input=True, outputs=("scores", "couplings"), check=False)
+    report = to_onnx.write(job, tmp_path / "model.onnx")
     assert to_tensorrt.rtx_step(tmp_path / "model.onnx", report).passed
     (tmp_path / "bad.onnx").write_bytes(b"no model")
     with refuses(ExportError, names=["parse", "graph"]):

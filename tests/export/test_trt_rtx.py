@@ -35,8 +35,8 @@ pytestmark = [
 
 def build(model: nn.Module, folder: Path, **options: Any) -> to_onnx.GateStep:
     """Export without the gate (other tests have it) and give the graph to the parser and builder."""
-    job = to_onnx.prepare(model.eval(), **options)
-    report = to_onnx.write(job, folder / "model.onnx", check=False, runtime="gpu")
+    job = to_onnx.prepare(model.eval(), check=False, runtime="gpu", **options)
+    report = to_onnx.write(job, folder / "model.onnx")
     return to_tensorrt.rtx_step(folder / "model.onnx", report)
 
 
@@ -62,8 +62,13 @@ def note(name: str, precision: str, passed: bool, detail: str, seconds: float) -
         os.close(lock)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
-@pytest.mark.parametrize("name", zoo.PER_ROUTING)
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [
+        *((name, precision) for name in zoo.PER_ROUTING for precision in ("fp32", "fp16")),
+        *(("resnet20_routingcaps", "bf16"), ("idpa_cnn", "bf16")),
+    ],
+)
 def test_one_per_routing(name: str, precision: str, tmp_path: Path) -> None:
     step = build(zoo.small(name), tmp_path, precision=precision)
     assert step.passed and "for SM89" in step.detail

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,12 +12,8 @@ import torch.nn as nn
 from torch import Tensor
 
 from capszoo.errors import UsageError
-from capszoo.export.unroll import (
-    fold_batchnorm,
-    prepare_for_export,
-    routing_iterations,
-    set_routing_iterations,
-)
+from capszoo.export import unroll
+from capszoo.export.unroll import fold_batchnorm, prepare_for_export, routing_iterations
 from tests.support.errors import refuses
 from tests.support.toys import ToyCaps
 
@@ -69,50 +67,20 @@ def test_impossible_iterations_are_refused() -> None:
     with pytest.raises(UsageError, match="1 or more"):
         prepare_for_export(ToyCaps(), 0)
     with refuses(UsageError, names=["routing"]):
-        set_routing_iterations(nn.Conv2d(1, 1, 1), 2)
+        unroll.set_routing_iterations(nn.Conv2d(1, 1, 1), 2)
 
 
-class ConvNorm(nn.Module):
-    def __init__(self) -> None:
+class Net(nn.Module):
+    """Parts, and a forward that is a function of them and the input."""
+
+    def __init__(self, run: Callable[[Any, Tensor], Tensor], **parts: nn.Module) -> None:
         super().__init__()
-        self.conv, self.norm = nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4)
-
-
-class TwoReaders(ConvNorm):
-    """The convolution's output is read by the norm and by something else."""
+        self.run = run
+        for name, part in parts.items():
+            self.add_module(name, part)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.conv(x)
-        return self.norm(y) + y
-
-
-class SharedNorm(nn.Module):
-    """One norm behind two convolutions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.norm = nn.Conv2d(2, 4, 3), nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(self.a(x)) * self.norm(self.b(x))
-
-
-class SharedConv(nn.Module):
-    """One convolution run twice, with a norm behind the first run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.norm = nn.Conv2d(2, 2, 3, padding=1), nn.BatchNorm2d(2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.conv(self.norm(self.conv(x)))
-
-
-class WeightReadApart(ConvNorm):
-    """The norm's weight is used on its own as well."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(self.conv(x)) * self.norm.weight.view(1, -1, 1, 1)
+        return self.run(self, x)
 
 
 class Standardised(nn.Conv2d):
@@ -122,72 +90,59 @@ class Standardised(nn.Conv2d):
         return nn.functional.conv2d(x, self.weight / self.weight.std(), self.bias)
 
 
-class Hooked(ConvNorm):
-    """A hook changes what the convolution gives."""
+def unsafe() -> dict[str, nn.Module]:
+    """Networks whose norm must not be folded."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv.register_forward_hook(lambda module, inputs, output: output.square())
+    def parts() -> dict[str, nn.Module]:
+        return {"conv": nn.Conv2d(2, 4, 3), "norm": nn.BatchNorm2d(4)}
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(self.conv(x))
+    def two_readers(net: Any, x: Tensor) -> Tensor:
+        y = net.conv(x)
+        return net.norm(y) + y
+
+    hooked = nn.Sequential(*parts().values())
+    hooked[0].register_forward_hook(lambda module, inputs, output: output.square())
+    conv = nn.Conv2d(2, 4, 3)
+    return {
+        "two readers": Net(two_readers, **parts()),
+        "two names": Net(
+            lambda m, x: m.norm(m.stem(x)), a=conv, stem=nn.Sequential(conv), norm=nn.BatchNorm2d(4)
+        ),
+        "shared norm": Net(lambda m, x: m.norm(m.conv(x)) * m.norm(m.b(x)), b=nn.Conv2d(2, 4, 3), **parts()),
+        "shared convolution": Net(
+            lambda m, x: m.conv(m.norm(m.conv(x))), conv=nn.Conv2d(2, 2, 3, padding=1), norm=nn.BatchNorm2d(2)
+        ),
+        "weight read apart": Net(lambda m, x: m.norm(m.conv(x)) * m.norm.weight.view(1, -1, 1, 1), **parts()),
+        "other weights": nn.Sequential(Standardised(2, 4, 3), nn.BatchNorm2d(4)),
+        "no statistics": nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4, track_running_stats=False)),
+        "hooked": hooked,
+        "untraceable": Net(lambda m, x: m.norm(m.conv(x)) if x.sum() > -1e9 else x, **parts()),
+    }
 
 
-class Untraceable(ConvNorm):
-    """Branches on a value, which symbolic tracing cannot follow."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(self.conv(x)) if x.sum() > -1e9 else x
-
-
-class TwoNames(ConvNorm):
-    """The convolution is registered twice, and runs under its second name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Sequential(self.conv)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(self.stem(x))
-
-
-class Autoencoder(nn.Module):
-    """Computes with its decoder, and rebuilds nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder, self.decoder = nn.Linear(4, 3), nn.Linear(3, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.decoder(self.encoder(x))
+UNSAFE = unsafe()
 
 
 def test_a_decoder_that_computes_the_scores_stays() -> None:
-    model, x = Autoencoder().double(), torch.randn(2, 4, dtype=torch.float64)
+    model = Net(
+        lambda m, x: m.decoder(m.encoder(x)), encoder=nn.Linear(4, 3), decoder=nn.Linear(3, 2)
+    ).double()
+    x = torch.randn(2, 4, dtype=torch.float64)
     torch.testing.assert_close(prepare_for_export(model)(x), model(x))
 
 
-@pytest.mark.parametrize(
-    "model",
-    [
-        TwoReaders(),
-        TwoNames(),
-        SharedNorm(),
-        SharedConv(),
-        WeightReadApart(),
-        nn.Sequential(Standardised(2, 4, 3), nn.BatchNorm2d(4)),
-        nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4, track_running_stats=False)),
-        Hooked(),
-        Untraceable(),
-    ],
-    ids=lambda model: type(model).__name__,
-)
-def test_unsafe_norms_stay(model: nn.Module) -> None:
-    model = with_statistics(model)
+@pytest.mark.parametrize("kind", UNSAFE)
+def test_unsafe_norms_stay(kind: str) -> None:
+    model = with_statistics(UNSAFE[kind])
     prepared = prepare_for_export(model)
     x = torch.randn(2, 2, 6, 6, dtype=torch.float64)
     assert count_norms(prepared) == 1
     torch.testing.assert_close(prepared(x), model(x), atol=1e-12, rtol=0)
+
+
+def test_a_safe_norm_of_such_a_network_is_folded() -> None:
+    net = Net(lambda m, x: m.norm(m.conv(x)), conv=nn.Conv2d(2, 4, 3), norm=nn.BatchNorm2d(4))
+    assert fold_batchnorm(net.eval()) == 1
 
 
 class Scaled(nn.Conv2d):

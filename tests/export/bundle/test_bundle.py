@@ -10,7 +10,8 @@ import re
 import shutil
 import subprocess
 import sys
-import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,9 @@ from capszoo.errors import CapszooError, UsageError
 from capszoo.export import bundle, compare, to_onnx, to_tensorrt
 from capszoo.export.bundle import check_bundle, compare_bundle, export_bundle, read_manifest, write
 from capszoo.export.bundle.check import _verified, open_runner
-from capszoo.export.verify.images import load_images
+from capszoo.export.verify.images import transformed
 from capszoo.inference import load_model, predict
+from capszoo.preprocess import load_image
 from tests.support import load_script
 from tests.support.errors import assert_names, refuses
 from tests.support.toys import ToyCaps
@@ -67,7 +69,7 @@ def served(tmp_path_factory: pytest.TempPathFactory, pictures: list[Path]) -> tu
         source=NAME,
         formats=("onnx", "tensorrt"),
         batch=(1, 4, 8),
-        images=load_images(net, pictures),
+        images=transformed(net, map(load_image, pictures)),
         triton=True,
     )
     return out, manifest
@@ -103,44 +105,19 @@ def test_manifest(served: tuple[Path, dict[str, Any]]) -> None:
     assert figures["images"] == 5 and figures["top1_agreement"] == 1.0
     assert 0 <= figures["share_of_largest_output"] <= 1e-4
     assert manifest["labels"] == (out / "labels.txt").read_text().split() == [str(i) for i in range(10)]
-
-
-def test_manifest_names_every_file_and_every_step(served: tuple[Path, dict[str, Any]]) -> None:
-    out, manifest = served
     on_disk = {f.relative_to(out).as_posix() for f in out.rglob("*") if f.is_file()}
     assert set(manifest["files"]) == on_disk - {"manifest.json"}
     assert all(sha256_of(out / name) == digest for name, digest in manifest["files"].items())
     gates = {step["name"]: step["passed"] for step in manifest["gates"]}
-    assert all(
-        gates[name] is True
-        for name in (
-            "structure",
-            "parity with eager",
-            "top-1 on real images",
-            "plain and optimised graph agree",
-        )
-    )
+    steps = "structure", "parity with eager", "top-1 on real images", "plain and optimised graph agree"
+    assert all(gates[name] is True for name in steps)
     readme = (out / "README.md").read_text()
     checked, unchecked = readme.split("## What was not checked")
     for step in manifest["gates"]:
         assert step["name"] in (checked if step["passed"] else unchecked)
     assert "Triton Inference Server was not run" in unchecked
+    assert manifest["notes"] == [note for note in [manifest["engines"]["tensorrt"]["note"]] if note]
     assert "batch of 0" in manifest["batch"]["empty"] and manifest["batch"]["empty"] in checked
-
-
-@pytest.mark.skipif(importlib.util.find_spec("tensorrt") is not None, reason="TensorRT is installed")
-def test_without_tensorrt_all_but_the_engine_is_written(served: tuple[Path, dict[str, Any]]) -> None:
-    out, manifest = served
-    (note,) = manifest["notes"]
-    assert "'.[tensorrt]'" in note and "\n" not in note
-    assert manifest["engines"]["tensorrt"]["file"] is None
-    profile = json.loads((out / "tensorrt" / "profile.json").read_text())
-    assert profile["shapes"] == {"min": [1, 1, 28, 28], "opt": [4, 1, 28, 28], "max": [8, 1, 28, 28]}
-    script = (out / "tensorrt" / "build_engine.sh").read_text()
-    assert manifest["engines"]["tensorrt"]["trtexec"] in script and "--onnx=../model.onnx" in script
-    assert {s["name"]: s["passed"] for s in manifest["gates"]}["TensorRT builds the engine"] is None
-    with refuses(CapszooError, names=["engine", "tensorrt"]):
-        bundle.open_runner("tensorrt", out)
 
 
 def run_infer(folder: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
@@ -156,30 +133,24 @@ def run_infer(folder: Path, *arguments: object) -> subprocess.CompletedProcess[s
 
 
 def test_infer_without_torch_answers_as_predict(
-    served: tuple[Path, dict[str, Any]], pictures: list[Path]
+    served: tuple[Path, dict[str, Any]], pictures: list[Path], tmp_path: Path
 ) -> None:
-    done = run_infer(served[0], *pictures, "--topk", 3, "--json")
-    assert done.returncode == 0, done.stderr
-    got = json.loads(done.stdout)["results"]
+    (tmp_path / "no.png").write_text("no image")
+    done = run_infer(served[0], *pictures, tmp_path / "no.png", "--topk", 3, "--json")
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert_names(done.stderr, ["no.png"])
+    document = json.loads(done.stdout)
+    got = document["results"]
     expected = [r.to_dict() for r in predict(load_model(NAME, device="cpu"), list(pictures), 3)]
-    assert len(got) == len(expected) == 5
-    for mine, theirs in zip(got, expected, strict=True):
+    assert len(got) - 1 == len(expected) == 5 and document["score_kind"] == "lengths"
+    for mine, theirs in zip(got[:5], expected, strict=True):
         assert mine["image"] == theirs["image"]
         for a, b in zip(mine["predictions"], theirs["predictions"], strict=True):
             assert (a["index"], a["label"]) == (b["index"], b["label"])
             assert a["score"] == pytest.approx(b["score"], abs=2e-5)
             assert a["probability"] == pytest.approx(b["probability"], abs=2e-5)
-    assert json.loads(done.stdout)["score_kind"] == "lengths"
     plain = run_infer(served[0], pictures[0], "--topk", 1)
     assert plain.stdout.split()[1] == "1"
-
-
-def test_infer_says_what_it_cannot_read(served: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
-    (tmp_path / "no.png").write_text("no image")
-    done = run_infer(served[0], tmp_path / "no.png", ASSETS / "digit_3.png")
-    assert done.returncode == 1 and "digit_3.png" in done.stdout
-    assert_names(done.stderr, ["no.png"])
-    assert done.stderr.count("\n") == 1
 
 
 def test_infer_finds_the_cuda_libraries_that_pip_installed(
@@ -376,9 +347,8 @@ def test_an_engine_that_was_built_again_is_compared_and_not_refused(
     folder = copied(served[0], tmp_path)
     plan = folder / "tensorrt" / "model.plan"
     plan.write_text("first")
-    manifest = json.loads((folder / "manifest.json").read_text())
-    manifest["engines"]["tensorrt"]["file"] = "tensorrt/model.plan"
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    with manifest_of(folder) as manifest:
+        manifest["engines"]["tensorrt"]["file"] = "tensorrt/model.plan"
     resigned(folder, "tensorrt/model.plan")
     plan.write_text("second")
     monkeypatch.setattr(to_tensorrt, "TensorRTRunner", lambda path: open_runner("onnxruntime", folder))
@@ -398,44 +368,21 @@ def test_an_engine_that_was_built_again_is_compared_and_not_refused(
 
 
 def copied(folder: Path, to: Path) -> Path:
-    import shutil
-
     return Path(shutil.copytree(folder, to / "copy"))
+
+
+@contextmanager
+def manifest_of(folder: Path) -> Iterator[dict[str, Any]]:
+    """The manifest, to change it."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    yield manifest
+    (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
 def resigned(folder: Path, name: str) -> None:
     """Write a file's new digest into the manifest, as one who means harm would."""
-    manifest = json.loads((folder / "manifest.json").read_text())
-    manifest["files"][name] = sha256_of(folder / name)
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-
-
-def test_check_sees_changed_and_missing_files(fixed: Path, tmp_path: Path) -> None:
-    folder = copied(fixed, tmp_path)
-    (folder / "labels.txt").write_text("x\n")
-    (folder / "infer.py").unlink()
-    found = check_bundle(folder)
-    assert not found.passed and len(found.steps) == 1
-    assert (
-        "labels.txt is not the one" in found.steps[0].detail
-        and "infer.py is missing" in found.steps[0].detail
-    )
-    line = CliRunner().invoke(app, ["check", str(folder)])
-    assert_names(line.stderr, ["sha256"])
-    assert line.exit_code == 1
-
-
-def test_check_sees_another_model(fixed: Path, tmp_path: Path) -> None:
-    import onnx
-
-    folder = copied(fixed, tmp_path)
-    proto = onnx.load(folder / "model.onnx")
-    weight = next(t for t in proto.graph.initializer if t.name.endswith("class_caps.weight"))
-    weight.CopyFrom(onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(weight) * 1.1, weight.name))
-    onnx.save(proto, folder / "model.onnx")
-    resigned(folder, "model.onnx")
-    found = check_bundle(folder)
-    assert {s.name: s.passed for s in found.steps}["parity with the stored answers"] is False
+    with manifest_of(folder) as manifest:
+        manifest["files"][name] = sha256_of(folder / name)
 
 
 def _wrong(folder: Path) -> str:
@@ -465,6 +412,10 @@ def test_every_file_that_is_changed_swapped_or_missing_is_named(fixed: Path, tmp
         assert_names(_wrong(folder), [name])
         (folder / name).write_bytes(contents[name])
     assert check_bundle(folder).passed
+    (folder / "labels.txt").write_text("x\n")
+    line = CliRunner().invoke(app, ["check", str(folder)])
+    assert_names(line.stderr, ["sha256"])
+    assert line.exit_code == 1 and len(check_bundle(folder).steps) == 1
 
 
 #: Key of the manifest -> values that no export writes.
@@ -494,18 +445,17 @@ EDITS: dict[str, tuple[Any, ...]] = {
 @pytest.mark.parametrize("key", EDITS)
 def test_an_edited_manifest_is_refused_by_the_key(key: str, fixed: Path, tmp_path: Path) -> None:
     folder = copied(fixed, tmp_path)
-    whole = json.loads((folder / "manifest.json").read_text())
+    whole = (folder / "manifest.json").read_text()
     *parents, last = key.split(".")
     for value in (*EDITS[key], KeyError):
-        manifest = json.loads(json.dumps(whole))
-        node = manifest
-        for parent in parents:
-            node = node[parent]
-        if value is KeyError:
-            del node[last]
-        else:
-            node[last] = value
-        (folder / "manifest.json").write_text(json.dumps(manifest))
+        (folder / "manifest.json").write_text(whole)
+        with manifest_of(folder) as node:
+            for parent in parents:
+                node = node[parent]
+            if value is KeyError:
+                del node[last]
+            else:
+                node[last] = value
         said = _wrong(folder)
         assert last in said or (key, value) == ("labels", ["a"]) and "labels.txt differs" in said, said
         assert "\n" not in said and len(said) < 600
@@ -513,20 +463,15 @@ def test_an_edited_manifest_is_refused_by_the_key(key: str, fixed: Path, tmp_pat
 
 @pytest.mark.parametrize(
     ("name", "digest", "said"),
-    [
-        ("../x", "0" * 64, ("inside", "bundle")),
-        ("/etc/passwd", "0" * 64, ("inside", "bundle")),
-        ("model.onnx", "x", ("match", "pattern")),
-    ],
+    [("../x", "0" * 64, "inside"), ("/etc/passwd", "0" * 64, "inside"), ("model.onnx", "x", "pattern")],
 )
 def test_a_manifest_names_only_files_of_the_bundle(
     name: str, digest: str, said: str, fixed: Path, tmp_path: Path
 ) -> None:
     folder = copied(fixed, tmp_path)
-    manifest = json.loads((folder / "manifest.json").read_text())
-    manifest["files"][name] = digest  # beside all the others: nothing else is missing
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-    with refuses(CapszooError, names=said):
+    with manifest_of(folder) as manifest:
+        manifest["files"][name] = digest  # beside all the others: nothing else is missing
+    with refuses(CapszooError, names=[said]):
         check_bundle(folder)
 
 
@@ -535,7 +480,9 @@ def test_files_that_were_changed_and_signed_again_fail(fixed: Path, tmp_path: Pa
 
     folder = copied(fixed, tmp_path)
     whole = (folder / "manifest.json").read_text()
-    graph = onnx.load(folder / "model.onnx")
+    changed = onnx.load(folder / "model.onnx")
+    weight = next(t for t in changed.graph.initializer if t.name.endswith("class_caps.weight"))
+    weight.CopyFrom(onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(weight) * 1.1, weight.name))
     outside = onnx.load(folder / "model.onnx")
     tensor = next(t for t in outside.graph.initializer if t.raw_data)
     tensor.ClearField("raw_data")
@@ -554,6 +501,7 @@ def test_files_that_were_changed_and_signed_again_fail(fixed: Path, tmp_path: Pa
     cases: list[tuple[str, bytes, str]] = [
         ("model.onnx", b"", "structure: "),
         ("model.onnx", b"\xff" * 40, "structure: model.onnx holds no graph"),
+        ("model.onnx", changed.SerializeToString(), "parity with the stored answers: "),
         ("model.onnx", outside.SerializeToString(), "refers to data in another file"),
         ("model.onnx", attribute.SerializeToString(), "refers to data in another file"),
         ("model.onnx", nested.SerializeToString(), "refers to data in another file"),
@@ -562,11 +510,7 @@ def test_files_that_were_changed_and_signed_again_fail(fixed: Path, tmp_path: Pa
         ("preprocess.json", b"[]", "preprocess.json is no object"),
         ("preprocess.json", b"{", "cannot be read"),
         ("preprocess.json", b"{}", "differs from the manifest in channels"),
-        (
-            "preprocess.json",
-            json.dumps({**spec, "mean": [0.9]}).encode(),
-            "differs from the manifest in mean",
-        ),
+        ("preprocess.json", json.dumps({**spec, "mean": [0.9]}).encode(), "from the manifest in mean"),
         ("labels.txt", b"a\n", "labels.txt differs from the manifest"),
         ("labels.txt", b"\xff", "cannot be read"),
         ("reference.npz", b"", "reference.npz"),
@@ -579,7 +523,7 @@ def test_files_that_were_changed_and_signed_again_fail(fixed: Path, tmp_path: Pa
         assert said in _wrong(folder), (name, content[:20])
         (folder / name).write_bytes(before)
         (folder / "manifest.json").write_text(whole)
-    assert check_bundle(folder).passed and graph.graph.node
+    assert check_bundle(folder).passed
 
 
 def test_no_bundle(tmp_path: Path) -> None:
@@ -612,21 +556,10 @@ def test_compare(served: tuple[Path, dict[str, Any]], pictures: list[Path]) -> N
 
 
 def test_benchmark_of_a_bundle(served: tuple[Path, dict[str, Any]]) -> None:
-    arguments = [
-        "benchmark",
-        str(served[0]),
-        "--repeats",
-        "1",
-        "--batch-size",
-        "2",
-        "--runtimes",
-        "onnxruntime,eager",
-    ]
-    done = CliRunner().invoke(app, arguments)
+    arguments = ["--repeats", "1", "--batch-size", "2", "--runtimes", "onnxruntime,eager"]
+    done = CliRunner().invoke(app, ["benchmark", str(served[0]), *arguments])
     assert done.exit_code == 0, done.output
     assert "against onnxruntime, random input" in done.stdout and "images/s" in done.stdout
-    as_json = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)
-    assert as_json["reference"] == "onnxruntime"
     for extra, message in (
         (["--runtimes", "eager"], "is timed against a reference"),
         (["--runtimes", "eager,java"], "unknown runtime 'java'"),
@@ -683,31 +616,28 @@ def test_a_bundle_of_links_answers(served: tuple[Path, dict[str, Any]], tmp_path
 def test_a_bundle_asks_for_no_more_work_than_an_export_writes(
     served: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    copied = Path(shutil.copytree(served[0], tmp_path / "copy"))
-    np.savez_compressed(
-        copied / "reference.npz",
-        images=np.zeros((17, 1, 28, 28), np.float32),
-        scores=np.zeros((17, 10), np.float32),
-    )
+    folder = copied(served[0], tmp_path)
+    images, scores = np.zeros((17, 1, 28, 28), np.float32), np.zeros((17, 10), np.float32)
+    np.savez_compressed(folder / "reference.npz", images=images, scores=scores)
     with refuses(CapszooError, names=["sha256", "reference.npz"]):
-        compare_bundle(copied, ("eager", "onnxruntime"))
-    manifest = json.loads((copied / "manifest.json").read_text())
-    manifest["files"]["reference.npz"] = sha256_of(copied / "reference.npz")
-    (copied / "manifest.json").write_text(json.dumps(manifest))
+        compare_bundle(folder, ("eager", "onnxruntime"))
+    resigned(folder, "reference.npz")
     with refuses(CapszooError, names=["reference.npz", "17"]):
-        check_bundle(copied)
+        check_bundle(folder)
     seen = []
-    monkeypatch.setattr(
-        compare.OnnxRunner,
-        "__call__",
-        lambda self, images: (seen.append(len(images)), [np.zeros((len(images), 10))])[1],
-    )
-    compare_bundle(copied, ("onnxruntime", "onnxruntime"), batches=(2,), repeats=1)
+
+    def run(self: Any, images: np.ndarray) -> list[np.ndarray]:
+        seen.append(len(images))
+        return [np.zeros((len(images), 10))]
+
+    monkeypatch.setattr(compare.OnnxRunner, "__call__", run)
+    compare_bundle(folder, ("onnxruntime", "onnxruntime"), batches=(2,), repeats=1)
     assert max(seen) == 2, "not the 8 of the bundle's profile"
 
 
-def test_runners_are_timed_in_turns() -> None:
-    calls: list[str] = []
+def test_runners_are_timed_in_turns_each_after_a_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Worker threads of ONNX Runtime and OpenMP spin for some milliseconds after a run."""
+    calls: list[Any] = []
 
     class Runner:
         def __init__(self, name: str) -> None:
@@ -717,31 +647,13 @@ def test_runners_are_timed_in_turns() -> None:
             calls.append(self.name)
             return []
 
+    monkeypatch.setattr(compare.time, "sleep", calls.append)
     timings = compare.time_runners([Runner("a"), Runner("b")], np.zeros((3, 1)), repeats=2)
-    assert calls == ["a", "a", "b", "b"] * 2 and [t.batch for t in timings] == [3, 3]
+    rest = compare.SETTLE
+    assert calls == [rest, "a", "a", rest, "b", "b"] * 2 and [t.batch for t in timings] == [3, 3]
+    assert rest >= 0.03
     with pytest.raises(ValueError, match="repeats"):
         compare.time_runners([Runner("a")], np.zeros((1, 1)), repeats=0)
-
-
-def test_runners_are_timed_once_the_threads_of_the_one_before_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the worker threads of ONNX Runtime and OpenMP do: they spin for some milliseconds after a run."""
-    assert compare.SETTLE >= 0.03
-    monkeypatch.setattr(compare, "SETTLE", 0.3)  # a busy machine may be late to end the spinning
-    spinning: list[tuple[object, threading.Event]] = []
-    disturbed: list[bool] = []
-
-    class Spinning:
-        name = "spins on after its run"
-
-        def __call__(self, images: np.ndarray) -> list[np.ndarray]:
-            disturbed.append(any(not rests.is_set() for runner, rests in spinning if runner is not self))
-            rests = threading.Event()
-            spinning.append((self, rests))
-            threading.Timer(0.02, rests.set).start()
-            return []
-
-    compare.time_runners([Spinning(), Spinning()], np.zeros((1, 1)), repeats=3)
-    assert len(disturbed) == 12 and not any(disturbed)
 
 
 # -- what must fail, and leave nothing ----------------------------------------------------------------------------
@@ -789,17 +701,10 @@ def test_a_bundle_that_another_process_has_just_written_is_kept(
             (folder / "manifest.json").write_text("theirs")
         replace(source, target)
 
-    monkeypatch.setattr(write.os, "replace", just_before)
-    with refuses(UsageError, names=["meanwhile", "command"]):
+    monkeypatch.setattr(os, "replace", just_before)
+    with pytest.raises(OSError, match="not empty"):
         export_bundle(ToyCaps(1), folder, gate="quick")
     assert [f.name for f in tmp_path.rglob("*")] == ["new", "manifest.json"]
-
-
-def test_an_older_bundle_is_replaced_whole(fixed: Path, tmp_path: Path) -> None:
-    folder = copied(fixed, tmp_path)
-    manifest = export_bundle(ToyCaps(1).eval(), folder, gate="quick", batch=(1, 2, 3))
-    assert read_manifest(folder) == manifest and not (folder / "triton").exists()
-    assert list(tmp_path.iterdir()) == [folder]
 
 
 def test_wrong_usage(tmp_path: Path) -> None:
@@ -847,7 +752,7 @@ def test_only_a_bundle_is_replaced(
     link = tmp_path / "link"
     link.symlink_to(bundle)
     written = export_bundle(ToyCaps(1).eval(), link, gate="quick", batch=1)
-    assert link.is_symlink() and read_manifest(bundle) == written
+    assert link.is_symlink() and read_manifest(bundle) == written and not (bundle / "triton").exists()
     assert sorted(f.name for f in tmp_path.iterdir()) == ["bundle", "link", "page"]
     monkeypatch.chdir(bundle)
     with refuses(UsageError, names=["current", "folder"]):
@@ -886,8 +791,6 @@ def test_command_line(tmp_path: Path) -> None:
         (["--out", "x.onnx", "--format", "aoti"], "is one file"),
         (["--out", "x.onnx", "--triton"], "is one file"),
         (["--out", "x", "--triton-backend", "python"], "add --triton"),
-        (["--out", "x", "--triton", "--triton-backend", "pyton"], "unknown Triton backend 'pyton'"),
-        (["--out", "x", "--batch-profile", "4,2,1"], "invalid batch (4, 2, 1)"),
         (["--out", "x", "--optimization-level", "1"], "without TensorRT"),
         ([], "Missing option '--out'"),
     ],
