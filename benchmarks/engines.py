@@ -50,7 +50,7 @@ def engines_called(name: str) -> list[type[Engine]]:
     return found
 
 
-def _refuse(layer: RoutingLayer, call: Call) -> str:
+def _refuse(layer: RoutingLayer, call: Call, forced: bool = False) -> str:
     return "refused by the benchmark"
 
 
@@ -58,17 +58,17 @@ def _refuse(layer: RoutingLayer, call: Call) -> str:
 def refused(name: str) -> Iterator[None]:
     """Within this context, engines of this name are never chosen."""
     engines = engines_called(name)
-    before = [vars(engine).get("unsupported") for engine in engines]
+    before = [vars(engine).get("refusal") for engine in engines]
     try:
         for engine in engines:
-            setattr(engine, "unsupported", staticmethod(_refuse))  # noqa: B010
+            setattr(engine, "refusal", staticmethod(_refuse))  # noqa: B010
         yield
     finally:
         for engine, method in zip(engines, before, strict=True):
             if method is None:
-                delattr(engine, "unsupported")
+                delattr(engine, "refusal")
             else:
-                setattr(engine, "unsupported", method)  # noqa: B010
+                setattr(engine, "refusal", method)  # noqa: B010
 
 
 def median_interval(ratios: list[float]) -> tuple[float, float, float]:
