@@ -21,13 +21,12 @@ the answer. The loop is here because runs of seconds would take longer to write 
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import os
 import statistics
 import sys
 import time
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
@@ -43,11 +42,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import capszoo
+from benchmarks import robustness
 from capszoo._pretrained.catalogue import checkpoints
 from capszoo._utils.devices import resolve_device
-from capszoo._utils.files import read_npz, write_atomically
 from capszoo.data import (
-    DATASETS,
     Batches,
     DataError,
     ImageSet,
@@ -68,22 +66,6 @@ from capszoo.recipes.evaluation.report import rounded
 from capszoo.recipes.evaluation.robustness import STEP_SHARE, PixelScores, attack_loss, move, pgd
 from capszoo.recipes.evaluation.target import EvalTarget, in_float32, prepare
 from capszoo.recipes.weights import hardware, source_commit
-
-__all__ = [
-    "HEADS",
-    "KEPT",
-    "SCALES",
-    "SEEDS",
-    "TIMES",
-    "Job",
-    "Measurement",
-    "Scale",
-    "jobs",
-    "kept",
-    "masking",
-    "measure",
-    "train",
-]
 
 KEPT = ROOT / "benchmarks" / "results" / "evidence"
 
@@ -267,16 +249,12 @@ def measurements(scale: str) -> Iterator[Measurement]:
 
 def kept(claim: str, folder: Path = KEPT) -> dict[str, dict[str, Any]]:
     """Key of a run to its record, of the finished runs of a claim."""
-    path = folder / f"{claim}.json"
-    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
+    return robustness.stored(folder / f"{claim}.json")
 
 
 def keep(claim: str, key: str, record: dict[str, Any], folder: Path = KEPT) -> None:
     """Add a run's record to those of its claim, a line each."""
-    rows = kept(claim, folder) | {key: record}
-    folder.mkdir(parents=True, exist_ok=True)
-    lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(rows[name])}" for name in sorted(rows))
-    write_atomically(folder / f"{claim}.json", f"{{\n{lines}\n}}\n")
+    robustness.keep(folder / f"{claim}.json", {key: record})
 
 
 def best_rate(job: Job, folder: Path = KEPT) -> float | None:
@@ -505,11 +483,9 @@ def _outliers_of(target: EvalTarget, data: str | Path | None, images: int) -> Im
     try:
         return other_images(target, name, data, images, 0)
     except DataError:
-        path = ROOT / "tests" / "fixtures" / f"{name}_test_1000.npz"
-        arrays = read_npz(path, ["images", "labels"])
-        pixels = torch.from_numpy(arrays["images"]).reshape(-1, *DATASETS[name].input_size)
-        labels = torch.from_numpy(arrays["labels"]).long()
-        return ImageSet(DATASETS[name], "test", pixels[:images], labels[:images])
+        from tests.support import packed
+
+        return packed(ROOT, name).subset(torch.arange(min(images, 1000)))
 
 
 #: Lengths of one step along the sign of the gradient, in 255ths of the pixels' range; 0 is no step.
@@ -601,9 +577,7 @@ def measure(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("claims", nargs="*", metavar="CLAIM", help="default: all")
     parser.add_argument("--scale", choices=sorted(SCALES), default="small", help="size of the runs")
     parser.add_argument("--missing", action="store_true", help="print what is missing, and run nothing")

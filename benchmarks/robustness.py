@@ -10,10 +10,10 @@ results are in benchmarks/results/robustness.json, of which scripts/generate.py 
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import sys
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -114,9 +114,16 @@ def draw(image: Tensor, path: Path) -> Path:
     return save_columns(columns, rows, path, drawn_from(image), gap=1)
 
 
-def stored() -> dict[str, dict[str, Any]]:
-    """Name of the weights to their row."""
-    return dict(json.loads(RESULTS.read_text(encoding="utf-8"))) if RESULTS.is_file() else {}
+def stored(file: Path = RESULTS) -> dict[str, dict[str, Any]]:
+    """Name of the weights (or key of another benchmark's runs) to their row."""
+    return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else {}
+
+
+def keep(file: Path, new: dict[str, dict[str, Any]]) -> None:
+    """Add rows to the stored ones, a line each."""
+    rows = stored(file) | new
+    lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(rows[key])}" for key in sorted(rows))
+    write_atomically(file, f"{{\n{lines}\n}}\n")
 
 
 def current() -> dict[str, dict[str, Any]]:
@@ -142,10 +149,9 @@ def corruption_table(channels: int) -> str:
         "|---|" + "---:|" * (len(groups) + 2),
     ]
     for name, row in rows.items():
-        means = {group: [] for group in groups}  # type: dict[str, list[float]]
-        for one in row["each"]:
-            means[one["group"]].append(CorruptionResult(**one).mean)
-        values = [row["clean"], *(sum(of) / len(of) for of in means.values()), row["mean"]]
+        means = [(one["group"], CorruptionResult(**one).mean) for one in row["each"]]
+        grouped = ([mean for of, mean in means if of == group] for group in groups)
+        values = [row["clean"], *(sum(some) / len(some) for some in grouped), row["mean"]]
         lines.append("| " + " | ".join([f"`{name}`", *(f"{value:.1f}" for value in values)]) + " |")
     return "\n".join(lines)
 
@@ -169,9 +175,7 @@ def calibration_table() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help="weights to measure again")
     parser.add_argument("--draw", action="store_true", help="draw the corruptions, and measure nothing")
     args = parser.parse_args(argv)
@@ -180,12 +184,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             image = load_dataset(data, "test").subset(torch.tensor([IMAGE])).images[0]  # type: ignore[union-attr]
             print(f"written: {draw(image, picture(image.shape[0]))}")
         return 0
-    names = args.names
-    for name in names or [name for name in checkpoints(aliases=False) if name not in current()]:
+    for name in args.names or [name for name in checkpoints(aliases=False) if name not in current()]:
         row = measure(name)
-        rows = stored() | {name: row}
-        lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(rows[key])}" for key in sorted(rows))
-        write_atomically(RESULTS, f"{{\n{lines}\n}}\n")
+        keep(RESULTS, {name: row})
         print(name, row["corruptions"] and f"{row['corruptions']['mean']:.1f}", flush=True)
     return 0
 
