@@ -200,7 +200,7 @@ def test_replaced_weights_and_unknown_claims(
 ) -> None:
     for key, row in evidence.kept("deletion").items():
         evidence.keep("deletion", key, row | {"sha256": "0" * 64}, tmp_path)
-    assert not script.measured("deletion", tmp_path) and script.measured("deletion", script.KEPT)
+    assert not script.measured("deletion", tmp_path) and script.measured("deletion", evidence.KEPT)
     with pytest.raises(SystemExit):
         evidence.main(["poze", "--missing"])
     assert "poze" in capsys.readouterr().err
@@ -208,7 +208,7 @@ def test_replaced_weights_and_unknown_claims(
 
 def test_the_page_is_up_to_date(script: Any) -> None:
     assert script.PAGE.read_text(encoding="utf-8") == script.page(), "run `make docs`"
-    drawn = {f"evidence_{claim}" for claim, (done, _) in script.progress(script.KEPT).items() if done} - {
+    drawn = {f"evidence_{claim}" for claim, (done, _) in script.progress(evidence.KEPT).items() if done} - {
         "evidence_rates"
     }
     assert {path.stem for path in script.PICTURES.glob("evidence_*.svg")} == drawn
