@@ -267,7 +267,7 @@ def table(rows: Sequence[Row]) -> str:
     head = ["model", "nodes", "MB", "max difference"]
     for batch in BATCHES:
         head += [f"b={batch}: ms", "eager", "compiled", "÷ ResNet-18"]
-    lines = ["| " + " | ".join(head) + " |", "|---|" + "---:|" * (len(head) - 1)]
+    lines = []
     for row in rows:
         cells = [f"`{row.model}`", str(row.nodes), f"{row.file_bytes / 1e6:.1f}", f"{row.max_rel_diff:.0e}"]
         for batch in BATCHES:
@@ -275,8 +275,8 @@ def table(rows: Sequence[Row]) -> str:
             for key, digits in (("ms", ".1f"), ("eager", ".2f"), ("compiled", ".2f")):
                 cells.append(format(at[key], digits) if key in at else "–")
             cells.append(f"{1 / at['resnet18']:.2f}" if at else "–")
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        lines.append(cells)
+    return "\n".join(models.markdown(head, lines))
 
 
 def read(path: Path, settings: dict[str, Any]) -> dict[str, Row]:

@@ -32,7 +32,7 @@ import subprocess
 import sys
 import time
 from argparse import SUPPRESS, ArgumentParser, Namespace, RawDescriptionHelpFormatter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -288,6 +288,12 @@ def chosen(patterns: list[str]) -> list[str]:
     return specs
 
 
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]], words: Sequence[int] = (0,)) -> list[str]:
+    """A Markdown table, a line each; columns of ``words`` are aligned left, figures right."""
+    rules = "".join(f"---{'' if place in words else ':'}|" for place in range(len(head)))
+    return [f"| {' | '.join(head)} |", f"|{rules}", *(f"| {' | '.join(cells)} |" for cells in rows)]
+
+
 def table(rows: list[Row]) -> str:
     """The rows as a markdown table, without columns that were not measured."""
     measured = (
@@ -303,13 +309,13 @@ def table(rows: list[Row]) -> str:
     )
     kept = [column for column in measured if column[2](rows[0]) is not None]
     names = ["model", "parameters", "input", "batch", "M multiply-adds", *(column[0] for column in kept)]
-    lines = ["| " + " | ".join(names) + " |", "|---|" + "---:|" * (len(names) - 1)]
+    lines = []
     for row in rows:
         size = "×".join(map(str, row.input_size))
         cells = [f"`{row.model}`", f"{row.params:,}", size, str(row.batch), f"{row.mega_macs:.0f}"]
         cells += [format(value(row), digits) for _, digits, value in kept]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        lines.append(cells)
+    return "\n".join(markdown(names, lines))
 
 
 def measure(spec: str, args: Namespace, form: Form) -> Row:

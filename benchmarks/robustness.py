@@ -25,6 +25,7 @@ sys.path.insert(0, str(ROOT))  # a plain checkout works too
 import torch
 from torch import Tensor
 
+from benchmarks.models import markdown
 from capszoo._pretrained.catalogue import checkpoints
 from capszoo._utils.files import write_atomically
 from capszoo.data import keyed_generator, load_dataset
@@ -144,24 +145,18 @@ def corruption_table(channels: int) -> str:
         if row["corruptions"] and checkpoints(aliases=False)[name].input_size[0] == channels
     }
     groups = list(dict.fromkeys(one["group"] for row in rows.values() for one in row["each"]))
-    lines = [
-        "| " + " | ".join(["weights", "unchanged", *groups, "mean of the 12"]) + " |",
-        "|---|" + "---:|" * (len(groups) + 2),
-    ]
+    lines = []
     for name, row in rows.items():
         means = [(one["group"], CorruptionResult(**one).mean) for one in row["each"]]
         grouped = ([mean for of, mean in means if of == group] for group in groups)
         values = [row["clean"], *(sum(some) / len(some) for some in grouped), row["mean"]]
-        lines.append("| " + " | ".join([f"`{name}`", *(f"{value:.1f}" for value in values)]) + " |")
-    return "\n".join(lines)
+        lines.append([f"`{name}`", *(f"{value:.1f}" for value in values)])
+    return "\n".join(markdown(["weights", "unchanged", *groups, "mean of the 12"], lines))
 
 
 def calibration_table() -> str:
     """Calibration error and log-likelihood of every checkpoint with one label an image, raw and at its temperature."""
-    lines = [
-        "| weights | scores | mean confidence, % | ECE, % | ECE at T, % | T | NLL | NLL at T |",
-        "|---|---|---:|---:|---:|---:|---:|---:|",
-    ]
+    lines = []
     for name, row in current().items():
         found = row["calibration"]
         if not found:
@@ -170,8 +165,9 @@ def calibration_table() -> str:
         cells = [f"{raw['confidence']:.1f}", f"{raw['ece']:.2f}"]
         cells += [f"{scaled['ece']:.2f}", f"{found['temperature']:.2f}"] if scaled else ["–", "–"]
         cells += [f"{raw['nll']:.3f}", f"{scaled['nll']:.3f}" if scaled else "–"]
-        lines.append("| " + " | ".join([f"`{name}`", found["kind"], *cells]) + " |")
-    return "\n".join(lines)
+        lines.append([f"`{name}`", found["kind"], *cells])
+    columns = ("mean confidence, %", "ECE, %", "ECE at T, %", "T", "NLL", "NLL at T")
+    return "\n".join(markdown(["weights", "scores", *columns], lines, (0, 1)))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -14,11 +14,11 @@ full: the one with the best validation accuracy in a trial of four epochs, which
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import statistics
 import sys
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -30,13 +30,11 @@ sys.path.insert(0, str(ROOT))  # a plain checkout works too
 
 import capszoo
 from benchmarks import evidence, robustness
+from benchmarks.models import markdown
 from capszoo._pretrained.catalogue import checkpoints
-from capszoo._pretrained.info import WeightsInfo
 from capszoo.recipes.config import load_recipe
 from capszoo.recipes.training.run_folder import compared_settings
 from capszoo.summary import count_multiply_adds
-
-__all__ = ["HEADS", "Row", "collect", "commands", "holm", "page", "rows", "welch_interval"]
 
 KEPT = ROOT / "benchmarks" / "results" / "comparison"
 COST = ROOT / "benchmarks" / "results" / "comparison_cost.json"
@@ -252,22 +250,25 @@ def cost_table(measured: Path = COST) -> list[str]:
     content = json.loads(measured.read_text(encoding="utf-8"))
     by_model = {row["model"]: row for row in content["rows"]}
     twin, settings = by_model[_spec(HEADS["avg"])], content["settings"]
-    lines = [
+    lines = []
+    for head, recipe in (HEADS | DEPTH2).items():
+        if row := by_model.get(_spec(recipe)):
+            times = (f"{row[key] / twin[key]:.2f}" for key in ("forward_ratio", "train_ratio"))
+            lines.append([head, *times, f"{row['peak_over_start_mib']:,.0f}"])
+        else:
+            lines.append([head, "not measured yet", "–", "–"])
+    return [
+        "",
         f"What a head costs: batch {settings['batch']}, float32, not compiled, {settings['processor']}. "
         f"Each time is the median of {settings['iters']} ratios to a CIFAR ResNet-18 timed in the same turn, divided "
         "by that of `avg`; memory is the peak of two training steps above that of the imports.",
         "",
-        "| head | forward | training step | training memory, MiB |",
-        "|---|---:|---:|---:|",
+        *markdown(["head", "forward", "training step", "training memory, MiB"], lines),
+        "",
+        "```sh",
+        benchmark(),
+        "```",
     ]
-    for head, recipe in (HEADS | DEPTH2).items():
-        if _spec(recipe) not in by_model:
-            lines.append(f"| {head} | not measured yet | – | – |")
-            continue
-        row = by_model[_spec(recipe)]
-        forward, train = (row[key] / twin[key] for key in ("forward_ratio", "train_ratio"))
-        lines.append(f"| {head} | {forward:.2f} | {train:.2f} | {row['peak_over_start_mib']:,.0f} |")
-    return [*lines, "", "```sh", benchmark(), "```"]
 
 
 def _entropies(row: Row) -> list[float]:
@@ -278,12 +279,7 @@ def _entropies(row: Row) -> list[float]:
 
 def even_heads(found: list[Row]) -> list[str]:
     """Heads whose couplings stayed even in every run: to two decimals, their entropy is the maximum."""
-    return [row.head for row in found if _entropies(row) and min(_entropies(row)) >= 0.995]
-
-
-def _entropy(row: Row) -> str:
-    values = _entropies(row)
-    return f"{statistics.mean(values):.2f}" if values else "–"
+    return [row.head for row in found if min(_entropies(row), default=0) >= 0.995]
 
 
 def plus_minus(row: Row) -> str:
@@ -293,27 +289,32 @@ def plus_minus(row: Row) -> str:
 
 def table(found: list[Row]) -> list[str]:
     """The page's table."""
-    lines = [
-        "| head | parameters | multiply-adds, M | test top-1, % | runs | validation, % | training, % | entropy "
-        "| precision |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|---|",
-    ]
+    lines = []
     for row in found:
-        size = "– | –"
+        size = ["–", "–"]
         if row.recipe:
             parameters, adds = cost(row.recipe)
-            size = f"{parameters:,} | {adds:.1f}"
+            size = [f"{parameters:,}", f"{adds:.1f}"]
         if not row.runs:
-            lines.append(f"| {row.head} | {size} | no run yet | 0 | – | – | – | – |")
+            lines.append([row.head, *size, "no run yet", "0", *["–"] * 4])
             continue
         validation = statistics.mean(row.figures("validation"))
         training = statistics.mean(run["history"]["train_top1"][-1] for run in row.runs)
+        entropies = _entropies(row)
+        figures = [plus_minus(row), str(len(row.runs)), f"{validation:.2f}", f"{training:.2f}"]
+        figures.append(f"{statistics.mean(entropies):.2f}" if entropies else "–")
         precisions = ", ".join(sorted({run["recipe"]["precision"] for run in row.runs}))
-        lines.append(
-            f"| {row.head} | {size} | {plus_minus(row)} | {len(row.runs)} | {validation:.2f} | {training:.2f} "
-            f"| {_entropy(row)} | {precisions} |"
-        )
-    return lines
+        lines.append([row.head, *size, *figures, precisions])
+    columns = (
+        "parameters",
+        "multiply-adds, M",
+        "test top-1, %",
+        "runs",
+        "validation, %",
+        "training, %",
+        "entropy",
+    )
+    return markdown(["head", *columns, "precision"], lines, (0, 8))
 
 
 def welch_interval(first: Sequence[float], second: Sequence[float]) -> tuple[float, float, float]:
@@ -341,20 +342,19 @@ def conclusion(found: list[Row]) -> list[str]:
         return ["There are too few runs for a conclusion: it needs three seeds of `avg` and of another head."]
     by = {head: welch_interval(row.figures("test"), twin.figures("test")) for head, row in enough.items()}
     remain = holm({head: p for head, (_, _, p) in by.items()})
-    lines = [
-        f"Against average pooling ({plus_minus(twin)}), the difference of the means and half the width of its 95%",
-        "confidence interval (Welch's t, since every head has its own variance):",
-        "",
-        f"| head | difference, points | by its own interval | with Holm's correction for {len(enough)}, 5% |",
-        "|---|---:|---|---|",
-    ]
-    words = []
+    words, lines = [], []
     for head, (mean, half, _) in by.items():
         words.append(
             "no difference shown" if abs(mean) <= half else f"{'more' if mean > 0 else 'less'} accurate"
         )
-        corrected = "differs" if head in remain else "–"
-        lines.append(f"| {head} | {mean:+.2f} ± {half:.2f} | {words[-1]} | {corrected} |")
+        lines.append([head, f"{mean:+.2f} ± {half:.2f}", words[-1], "differs" if head in remain else "–"])
+    corrected = f"with Holm's correction for {len(enough)}, 5%"
+    lines = [
+        f"Against average pooling ({plus_minus(twin)}), the difference of the means and half the width of its 95%",
+        "confidence interval (Welch's t, since every head has its own variance):",
+        "",
+        *markdown(["head", "difference, points", "by its own interval", corrected], lines, (0, 2, 3)),
+    ]
     lines.append("")
     if "more accurate" not in words:
         gains = {head: mean + half for head, (mean, half, _) in by.items()}
@@ -458,7 +458,6 @@ def page(kept: Path = KEPT) -> str:
     heads = ", ".join(f"`{head}`" for head in even_heads(found))
     more = "[Robustness](robustness.md#accuracy-for-other-iteration-counts) has other iteration counts."
     even = ["", f"Heads whose couplings stayed even (entropy 1.00): {heads}. {more}"] if heads else []
-    costs = cost_table()
     lines = [
         HEADER,
         "",
@@ -471,37 +470,31 @@ def page(kept: Path = KEPT) -> str:
         *conclusion(found),
         *corrupted_heads(),
         *even,
-        *([""] if costs else []),
-        *costs,
+        *cost_table(),
+        "",
     ]
-    return "\n".join([*lines, ""])
+    return "\n".join(lines)
 
 
 #: Checkpoints of the heads whose recipes have another name than in :data:`HEADS`.
 LONGER = {"routing_pool": "resnet20_routingpool.cifar10", "avg": "resnet20_routingpool.cifar10_avg"}
 
 
-def trained_longer() -> dict[str, WeightsInfo]:
-    """The checkpoints that were trained with the profile of the longer runs."""
-    return {
-        name: info
-        for name, info in checkpoints(aliases=False).items()
-        if info.raw["recipe"].get("profile") == "regularised"
-    }
-
-
 def corrupted_heads() -> list[str]:
     """Corrupted images and calibration of the longer runs of every head: a paragraph and a table."""
-    longer, measured = trained_longer(), robustness.current()
-    names = HEADS | LONGER
-    found = {head: measured[name] for head, name in names.items() if name in longer and name in measured}
+    known, measured = checkpoints(aliases=False), robustness.current()
+    found = {
+        head: measured[name]
+        for head, name in (HEADS | LONGER).items()
+        if name in measured and known[name].raw["recipe"].get("profile") == "regularised"
+    }
     if len(found) < 2:
         return []
     lines = []
     for head, row in found.items():
         images, ece = row["corruptions"], row["calibration"]
         cells = [images["clean"], images["mean"], ece["raw"]["ece"], ece["scaled"]["ece"]]
-        lines.append(f"| {head} | " + " | ".join(f"{value:.1f}" for value in cells) + " |")
+        lines.append([head, *(f"{value:.1f}" for value in cells)])
     return [
         "",
         "The heads were trained longer too, for 60 epochs with the profile `regularised`",
@@ -510,9 +503,7 @@ def corrupted_heads() -> list[str]:
         "[Robustness](robustness.md) has every checkpoint. There is one run of each: how much these figures vary with",
         "the seed was not measured.",
         "",
-        "| head | unchanged | corrupted, mean | ECE | ECE at T |",
-        "|---|---:|---:|---:|---:|",
-        *lines,
+        *markdown(["head", "unchanged", "corrupted, mean", "ECE", "ECE at T"], lines),
     ]
 
 
@@ -551,9 +542,7 @@ def write_page(path: Path, text: str, check: bool) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--commands", action="store_true", help="print the commands of all runs")
     parser.add_argument("--benchmark", action="store_true", help="print the command of times and memory")
     parser.add_argument(

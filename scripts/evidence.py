@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # a plain checkout works too
 
 from benchmarks import evidence
+from benchmarks.models import markdown
 from capszoo._pretrained.catalogue import checkpoints
 from capszoo.recipes.evaluation.adversarial import MASKED
 from scripts.comparison import holm, welch_interval, write_page
@@ -127,12 +128,6 @@ def between(interval: tuple[float, float], digits: int = 2) -> str:
     return f"{number(interval[0], digits)} to {number(interval[1], digits)}"
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """A table of figures; its first column has words."""
-    lines = [f"| {' | '.join(cells)} |" for cells in (head, *rows)]
-    return [lines[0], "|---|" + "---:|" * (len(head) - 1), *lines[1:]]
-
-
 def dots(
     panel: Any, rows: Rows, names: Sequence[str], gap: float, found: Callable[[dict[str, Any]], Figures]
 ) -> None:
@@ -206,7 +201,9 @@ def pose_lines(rows: Rows) -> list[str]:
         "poses are contributions of groups of channels to each class: they are not counted. Pixels, which need no "
         f"network, give for rotation and shift {from_pixels}.",
         "",
-        *table(["network", *(f"{change}: {source}" for change in CHANGES for source in OF_NETWORK)], cells),
+        *markdown(
+            ["network", *(f"{change}: {source}" for change in CHANGES for source in OF_NETWORK)], cells
+        ),
     ]
 
 
@@ -261,7 +258,7 @@ def deletion_lines(rows: Rows) -> list[str]:
         "vote, `em` and `self_routing` with the activation of the child. The couplings of `dynamic` and `idpa` "
         "are nearly even ([entropy](comparison.md)), so that what the map of `dynamic` marks are the lengths.",
         "",
-        *table(["network", "random order", *METHODS], cells),
+        *markdown(["network", "random order", *METHODS], cells),
     ]
 
 
@@ -312,7 +309,7 @@ def ood_lines(rows: Rows) -> list[str]:
         "[defined](robustness.md#outliers). The energy needs logits that are not normalised, the reconstruction a "
         "decoder. Below 0.5 a score has the other sense: there, couplings are more even for the network's own images.",
         "",
-        *table(["network", *SCORES], cells),
+        *markdown(["network", *SCORES], cells),
     ]
 
 
@@ -427,12 +424,12 @@ def masking_lines(rows: Rows) -> list[str]:
         "step in 255ths. A loss that does not rise along its gradient, and a foreign gradient that does more than the "
         "head's own, are the signs of masked gradients.",
         "",
-        *table(["head", *(f"{size:g}" for size in STEPS_SHOWN)], lines),
+        *markdown(["head", *(f"{size:g}" for size in STEPS_SHOWN)], lines),
         "",
         f"Images of {n} that stand after {steps} steps of [PGD](robustness.md#attacks) by the head's own gradients / "
         f"after {steps} steps by those of `avg` / that stand after the former and fall to the latter.",
         "",
-        *table(["head", *(f"eps {255 * eps:.0f}/255" for eps in radii)], stand),
+        *markdown(["head", *(f"eps {255 * eps:.0f}/255" for eps in radii)], stand),
     ]
 
 
@@ -574,7 +571,7 @@ def _table(claim: str, setting: int, folder: Path, early: bool, pair: list[Compa
         f"{one.name} with even couplings, %",
         "less even",
     )
-    return table(["head", *columns], lines)
+    return markdown(["head", *columns], lines)
 
 
 def _verdict(tables: list[tuple[str, Compared]]) -> str:
