@@ -839,3 +839,18 @@ def test_the_report_takes_a_model_s_own_channels_and_size() -> None:
         == [c.name for c in engine_report(net, input_size=(1, 40, 40))]
         != []
     )
+
+
+@pytest.mark.parametrize("layer", [ConvEM(2, 3), ConvDynamicRouting(2, 4, 3, 4)])
+def test_a_grid_below_the_window_is_refused(layer: Any) -> None:
+    chans = 2 * (17 if isinstance(layer, ConvEM) else 4)
+    with refuses(AssertionError, names=["smaller", "window"]):
+        layer(torch.zeros(2, chans, 2, 2))
+
+
+@pytest.mark.parametrize("layer", [DynamicRouting(6, 8, 3, 4), SelfAttentionRouting(6, 8, 3, 4)])
+def test_another_pose_dimension_is_refused(layer: Any) -> None:
+    with refuses(AssertionError, names=["dimension", "routing"]):
+        layer(torch.zeros(2, 6, 4))
+    with refuses(AssertionError, names=["dimension", "routing"]):
+        SelfRouting(6, 8, 3)(torch.zeros(2, 6, 4), torch.zeros(2, 6))

@@ -68,6 +68,12 @@ def test_the_documented_limit_of_long_capsules(function: Callable[[torch.Tensor]
     torch.testing.assert_close(found[2:], lengths[2:] / 1e19)
 
 
+def test_lengths_lie_below_one_and_grow() -> None:
+    direction = torch.nn.functional.normalize(torch.randn(16, dtype=torch.float64), dim=0)
+    lengths = squash(torch.linspace(0.01, 30, 50, dtype=torch.float64)[:, None] * direction).norm(dim=-1)
+    assert (lengths < 1).all() and (lengths.diff() > 0).all()
+
+
 def test_module_squashes_each_group_of_channels() -> None:
     x = torch.randn(2, 12, 5, 4)
     y = Squash(dim=1, pose_dim=4)(x)
