@@ -35,7 +35,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import capszoo
-from benchmarks.models import _peak_mib, in_turns
+from benchmarks.models import _peak_mib, in_turns, markdown
 from capszoo._utils.files import write_atomically
 from capszoo.models._heads import HEADS
 from capszoo.recipes.weights import hardware
@@ -176,16 +176,14 @@ def _told(rows: list[dict[str, Any]], *keys: str) -> str:
 
 def cost_table(results: dict[str, Any]) -> str:
     """Each routing's share of the backbone's forward time and training memory, and the targets."""
-    lines = [
-        "| head | parameters | forward, % of the backbone's | training memory, % of the backbone's | MiB |",
-        "|---|---:|---:|---:|---:|",
-    ]
+    lines = []
     for row in results["cost"]["rows"]:
         time, memory = _percent(row["time_share"], TIME_AIM), _percent(row["memory_share"], MEMORY_AIM)
-        lines.append(f"| `{row['routing']}` | {row['parameters']:,} | {time} | {memory} | {row['mib']:.0f} |")
+        lines.append([f"`{row['routing']}`", f"{row['parameters']:,}", time, memory, f"{row['mib']:.0f}"])
     aims = f"Aims: at most {100 * TIME_AIM:.0f}% and {100 * MEMORY_AIM:.0f}%."
     told = _told(results["cost"]["rows"], "hardware", "torch")
-    return "\n".join([*lines, "", f"{aims} Measured with {told}."])
+    head = "head | parameters | forward, % of the backbone's | training memory, % of the backbone's | MiB"
+    return "\n".join([*markdown(head, lines), "", f"{aims} Measured with {told}."])
 
 
 def backbones_table(results: dict[str, Any]) -> str:

@@ -288,10 +288,13 @@ def chosen(patterns: list[str]) -> list[str]:
     return specs
 
 
-def markdown(head: Sequence[str], rows: Iterable[Sequence[str]], words: Sequence[int] = (0,)) -> list[str]:
+def markdown(
+    head: str | Sequence[str], rows: Iterable[Sequence[str]], words: Sequence[int] = (0,)
+) -> list[str]:
     """A Markdown table, a line each; columns of ``words`` are aligned left, figures right."""
-    rules = "".join(f"---{'' if place in words else ':'}|" for place in range(len(head)))
-    return [f"| {' | '.join(head)} |", f"|{rules}", *(f"| {' | '.join(cells)} |" for cells in rows)]
+    names = head.split(" | ") if isinstance(head, str) else head
+    rules = "|".join("---" if place in words else "---:" for place in range(len(names)))
+    return [f"| {' | '.join(names)} |", f"|{rules}|", *(f"| {' | '.join(cells)} |" for cells in rows)]
 
 
 def table(rows: list[Row]) -> str:

@@ -47,6 +47,7 @@ from safetensors.torch import load_file, save_file
 from timm.models import save_for_hf
 from torch import Tensor, nn
 
+from benchmarks.models import markdown
 from capszoo._utils.files import replacing, write_atomically
 from capszoo.data import Batches, ImageSet, load_dataset
 from capszoo.recipes.config import Recipe
@@ -320,26 +321,20 @@ def table(folder: Path = RESULTS) -> str:
     found = stored(folder)
     lines: list[str] = []
     for data in PHOTOS:
-        lines += [
-            f"| head on `{data}` | its parameters | frozen, % | tuned, % | from scratch, % |",
-            "|---|---:|---:|---:|---:|",
-        ]
+        rows = []
         for head in HEADS:
             starts = [found.get((data, head, start), []) for start in STARTS]
             size = f"{starts[0][0]['trained_parameters']:,}" if starts[0] else "–"
-            shown = [_cell(rows, "mean_recall", 1) for rows in starts]
-            lines.append(f"| `{head}` | {size} | {' | '.join(shown)} |")
-        lines.append("")
-    lines += [
-        "| network on `pneumoniamnist` | from MNIST weights, top-1 % | AUROC | from scratch, top-1 % | AUROC |",
-        "|---|---:|---:|---:|---:|",
-    ]
+            rows.append([f"`{head}`", size, *(_cell(runs, "mean_recall", 1) for runs in starts)])
+        columns = "its parameters | frozen, % | tuned, % | from scratch, %"
+        lines += [*markdown(f"head on `{data}` | {columns}", rows), ""]
+    rows = []
     for net in MNIST:
         sides = [found.get((XRAYS, net, start), []) for start in XRAY_STARTS]
-        cells = tuple(
-            _cell(rows, key, digits) for rows in sides for key, digits in (("top1", 1), ("auroc", 3))
-        )
-        lines.append(f"| `{net}` | {' | '.join(cells)} |")
+        cells = [_cell(runs, key, digits) for runs in sides for key, digits in (("top1", 1), ("auroc", 3))]
+        rows.append([f"`{net}`", *cells])
+    columns = "from MNIST weights, top-1 % | AUROC | from scratch, top-1 % | AUROC"
+    lines += markdown(f"network on `{XRAYS}` | {columns}", rows)
     left = len(missing(folder))
     lines += ["", _about(found.values())]
     if left:

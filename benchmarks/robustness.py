@@ -166,8 +166,8 @@ def calibration_table() -> str:
         cells += [f"{scaled['ece']:.2f}", f"{found['temperature']:.2f}"] if scaled else ["–", "–"]
         cells += [f"{raw['nll']:.3f}", f"{scaled['nll']:.3f}" if scaled else "–"]
         lines.append([f"`{name}`", found["kind"], *cells])
-    columns = ("mean confidence, %", "ECE, %", "ECE at T, %", "T", "NLL", "NLL at T")
-    return "\n".join(markdown(["weights", "scores", *columns], lines, (0, 1)))
+    head = "weights | scores | mean confidence, % | ECE, % | ECE at T, % | T | NLL | NLL at T"
+    return "\n".join(markdown(head, lines, (0, 1)))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -2,7 +2,6 @@
 
     python scripts/comparison.py --commands           # what to run: trials, then every head, every seed
     python scripts/comparison.py --collect FOLDER     # keep the metadata of the finished runs below a folder
-    python scripts/comparison.py --benchmark          # the command that measures times and memory
     python scripts/comparison.py                      # write docs/comparison.md (and its plot) from what is kept
 
 Every figure of the page comes from the metadata of a run or from that benchmark; a head without runs is marked.
@@ -244,9 +243,7 @@ def _spec(recipe: str) -> str:
 
 
 def cost_table(measured: Path = COST) -> list[str]:
-    """Ratios of every head's times to a CIFAR ResNet-18's, over those of ``avg``; memory; empty if not measured."""
-    if not measured.is_file():
-        return []
+    """Ratios of every head's times to a CIFAR ResNet-18's, over those of ``avg``; memory."""
     content = json.loads(measured.read_text(encoding="utf-8"))
     by_model = {row["model"]: row for row in content["rows"]}
     twin, settings = by_model[_spec(HEADS["avg"])], content["settings"]
@@ -263,7 +260,7 @@ def cost_table(measured: Path = COST) -> list[str]:
         f"Each time is the median of {settings['iters']} ratios to a CIFAR ResNet-18 timed in the same turn, divided "
         "by that of `avg`; memory is the peak of two training steps above that of the imports.",
         "",
-        *markdown(["head", "forward", "training step", "training memory, MiB"], lines),
+        *markdown("head | forward | training step | training memory, MiB", lines),
         "",
         "```sh",
         benchmark(),
@@ -305,16 +302,10 @@ def table(found: list[Row]) -> list[str]:
         figures.append(f"{statistics.mean(entropies):.2f}" if entropies else "–")
         precisions = ", ".join(sorted({run["recipe"]["precision"] for run in row.runs}))
         lines.append([row.head, *size, *figures, precisions])
-    columns = (
-        "parameters",
-        "multiply-adds, M",
-        "test top-1, %",
-        "runs",
-        "validation, %",
-        "training, %",
-        "entropy",
+    head = (
+        "head | parameters | multiply-adds, M | test top-1, % | runs | validation, % | training, % | entropy"
     )
-    return markdown(["head", *columns, "precision"], lines, (0, 8))
+    return markdown(f"{head} | precision", lines, (0, 8))
 
 
 def welch_interval(first: Sequence[float], second: Sequence[float]) -> tuple[float, float, float]:
@@ -348,12 +339,12 @@ def conclusion(found: list[Row]) -> list[str]:
             "no difference shown" if abs(mean) <= half else f"{'more' if mean > 0 else 'less'} accurate"
         )
         lines.append([head, f"{mean:+.2f} ± {half:.2f}", words[-1], "differs" if head in remain else "–"])
-    corrected = f"with Holm's correction for {len(enough)}, 5%"
+    columns = f"difference, points | by its own interval | with Holm's correction for {len(enough)}, 5%"
     lines = [
         f"Against average pooling ({plus_minus(twin)}), the difference of the means and half the width of its 95%",
         "confidence interval (Welch's t, since every head has its own variance):",
         "",
-        *markdown(["head", "difference, points", "by its own interval", corrected], lines, (0, 2, 3)),
+        *markdown(f"head | {columns}", lines, (0, 2, 3)),
     ]
     lines.append("")
     if "more accurate" not in words:
@@ -394,15 +385,15 @@ def rates_of_short_runs() -> str:
         job = evidence.Job("small", "rates", 100, head, False, len(evidence.SEEDS))
         found = {rate: kept[replace(job, rate=rate).key]["validation"] for rate in evidence.RATES}
         gains[head] = max(found[rate] for rate in evidence.RATES if rate != shared) - found[shared]
-    worse = ", ".join(f"`{head}` by {by:.1f} points" for head, by in gains.items() if by > 0)
-    least, most = max(gains, key=lambda head: gains[head]), min(gains, key=lambda head: gains[head])
     others = " and ".join(f"{rate:g}" for rate in evidence.RATES if rate != shared)
-    said = (
-        f"not the best for {worse}"
-        if worse
-        else f"the best for each of {len(gains)} heads: the better of {others} loses {-gains[least]:.1f} (`{least}`) "
-        f"to {-gains[most]:.1f} points (`{most}`)"
-    )
+    if worse := ", ".join(f"`{head}` by {by:.1f} points" for head, by in gains.items() if by > 0):
+        said = f"not the best for {worse}"
+    else:
+        (most, loss), *_, (least, gain) = sorted(gains.items(), key=lambda item: item[1])
+        said = (
+            f"the best for each of {len(gains)} heads: the better of {others} loses {-gain:.1f} (`{least}`) "
+            f"to {-loss:.1f} points (`{most}`)"
+        )
     size = evidence.SCALES["small"]
     return (
         f"By short runs on MNIST ({size.updates} updates, {size.validation} validation images, one seed: "
@@ -420,13 +411,12 @@ def rates_to_try(rows: list[Row], kept: Path = KEPT) -> str:
                 f"By trials of four epochs on CIFAR-10, the validation accuracy of `{row.head}` is {tried}."
             )
             continue
-        seconds = [run["train_seconds"] / 5 for run in row.runs]  # four of twenty epochs
-        cost = (
-            f", {len(evidence.RATES)} x {statistics.median(seconds) / 60:.0f} min of one core"
-            if seconds
-            else ""
-        )
-        waiting.append(f"`{row.head}`{cost}")
+        waiting.append(f"`{row.head}`")
+        if row.runs:
+            minutes = (
+                statistics.median(run["train_seconds"] for run in row.runs) / 5 / 60
+            )  # four of twenty epochs
+            waiting[-1] += f", {len(evidence.RATES)} x {minutes:.0f} min of one core"
     if waiting:
         lines.append(
             f"Trials of the rate on CIFAR-10 have not been run ({'; '.join(waiting)}): `scripts/comparison.py "
@@ -448,13 +438,11 @@ def page(kept: Path = KEPT) -> str:
         + shared_rate({row.head: row for row in found})
     )
     tried = [f"{head.removesuffix(', 2 layers')} {top1:.1f}%" for head, top1 in trials(kept).items()]
-    slow = "A trial of four epochs favours heads that learn quickly."
-    trial = (
-        ["", f"Trials with two capsule layers, validation accuracy: {', '.join(tried)}. {slow}"]
-        if tried
-        else []
-    )
-    plot = ["", "![accuracy against multiply-adds](comparison.svg)"] if _worth_drawing(found) else []
+    trial = [
+        "",
+        f"Trials with two capsule layers, validation accuracy: {', '.join(tried) or 'none yet'}. A trial of four "
+        "epochs favours heads that learn quickly.",
+    ]
     heads = ", ".join(f"`{head}`" for head in even_heads(found))
     more = "[Robustness](robustness.md#accuracy-for-other-iteration-counts) has other iteration counts."
     even = ["", f"Heads whose couplings stayed even (entropy 1.00): {heads}. {more}"] if heads else []
@@ -465,7 +453,8 @@ def page(kept: Path = KEPT) -> str:
         "",
         *table(found),
         *trial,
-        *plot,
+        "",
+        "![accuracy against multiply-adds](comparison.svg)",
         "",
         *conclusion(found),
         *corrupted_heads(),
@@ -503,13 +492,8 @@ def corrupted_heads() -> list[str]:
         "[Robustness](robustness.md) has every checkpoint. There is one run of each: how much these figures vary with",
         "the seed was not measured.",
         "",
-        *markdown(["head", "unchanged", "corrupted, mean", "ECE", "ECE at T"], lines),
+        *markdown("head | unchanged | corrupted, mean | ECE | ECE at T", lines),
     ]
-
-
-def _worth_drawing(found: list[Row]) -> bool:
-    """Whether there is something to compare: runs of two heads."""
-    return sum(bool(row.runs) for row in found) > 1
 
 
 def draw(found: list[Row], path: Path = PLOT) -> None:
@@ -544,7 +528,6 @@ def write_page(path: Path, text: str, check: bool) -> int:
 def main() -> int:
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--commands", action="store_true", help="print the commands of all runs")
-    parser.add_argument("--benchmark", action="store_true", help="print the command of times and memory")
     parser.add_argument(
         "--collect", type=Path, metavar="FOLDER", help="keep the metadata of the runs below FOLDER"
     )
@@ -555,14 +538,11 @@ def main() -> int:
     if args.commands:
         print("\n".join(commands()))
         return 0
-    if args.benchmark:
-        print(benchmark())
-        return 0
     if args.collect:
         print("\n".join(collect(args.collect)) or f"no finished run of the comparison below {args.collect}")
     outdated = write_page(PAGE, page(), args.check)
-    if not args.check and _worth_drawing(found := rows()):
-        draw(found)
+    if not args.check:
+        draw(rows())
     return outdated
 
 

@@ -564,14 +564,10 @@ def _table(claim: str, setting: int, folder: Path, early: bool, pair: list[Compa
         twin = _plus_minus([state[one.figure] for state in rows.get(variant(head, True), [])])
         cells = [_plus_minus([state[one.figure] for state in states]), validation, _difference(avg, head)]
         lines.append([head, *cells, twin, _difference(even, head)])
-    columns = (
-        f"{one.name}, %",
-        "validation, %",
-        "less `avg`",
-        f"{one.name} with even couplings, %",
-        "less even",
+    about = (
+        f"head | {one.name}, % | validation, % | less `avg` | {one.name} with even couplings, % | less even"
     )
-    return markdown(["head", *columns], lines)
+    return markdown(about, lines)
 
 
 def _verdict(tables: list[tuple[str, Compared]]) -> str:
