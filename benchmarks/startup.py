@@ -63,6 +63,7 @@ def main() -> int:
     )
     options = parser.parse_args()
     words = "capszoo predict idpa_"
+    rows: list[tuple[str, tuple[str, ...], dict[str, str]]]
     rows = [(" ".join(("capszoo", *command)), command, {}) for command in COMMANDS]
     rows.append((f"completion of {words}", (), completion_environment(words)))
     print("| command | seconds | peak MB |\n|---|---|---:|")
