@@ -344,10 +344,9 @@ def digits(job: Job, data: str | Path | None = None, device: torch.device | str 
         whole = loaded(name, split, data)
         return whole.subset(torch.randperm(len(whole), generator=keyed_generator(0, "test"))[:count])
 
+    tests = {"test": tested("expanded" if job.claim == "affine" else "test")}
     if job.claim == "affine":
-        tests = {"test": tested("expanded"), "affnist": tested("test")}
-    else:
-        tests = {"test": tested("test")}
+        tests["affnist"] = tested("test")
     if job.claim == "few" and job.setting == CORRUPTED:
         tests |= corrupted(tested("test", scale.corrupted))
     tests = {name: shrunk(images, scale.size) for name, images in tests.items()}
@@ -403,10 +402,21 @@ def learning_rate(step: int, updates: int, peak: float) -> float:
     return peak * 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, updates - warm)))
 
 
+def _clock(device: torch.device) -> float:
+    """Seconds: of this process on a CPU, which others share."""
+    return time.process_time() if device.type == "cpu" else time.monotonic()
+
+
+def _about(device: torch.device, seconds: float) -> dict[str, Any]:
+    """What every record states of its run."""
+    about = {"hardware": hardware(device), "torch": torch.__version__, "commit": source_commit()}
+    return {"seconds": round(seconds, 1), **about}
+
+
 def train(job: Job, rate: float, images: Digits) -> dict[str, Any]:
     """One run, to its end: accuracies in per cent, also where validation first reaches the claim's level."""
     scale, device = SCALES[job.scale], images.training.device
-    began = time.process_time() if device.type == "cpu" else time.monotonic()
+    began = _clock(device)
     level, looks = scale.levels.get(job.claim, (None, 1))
     net = network(job, images.training.size).to(device).to(memory_format=torch.channels_last).train()
     optimizer = create_optimizer_v2(net, opt="sgd", lr=rate, weight_decay=5e-4, momentum=0.9)
@@ -434,7 +444,7 @@ def train(job: Job, rate: float, images: Digits) -> dict[str, Any]:
         record |= _tested(net, images)
     if level is not None:
         record |= {"level": level, "matched": matched}
-    seconds = (time.process_time() if device.type == "cpu" else time.monotonic()) - began
+    seconds = _clock(device) - began
     return {
         "claim": job.claim,
         "head": job.head,
@@ -446,10 +456,7 @@ def train(job: Job, rate: float, images: Digits) -> dict[str, Any]:
         "n": {"validation": len(images.validation), "test": len(images.tests["test"])},
         "updates": job.updates,
         "parameters": sum(p.numel() for p in net.parameters()),
-        "seconds": round(seconds, 1),
-        "hardware": hardware(device),
-        "torch": torch.__version__,
-        "commit": source_commit(),
+        **_about(device, seconds),
     }
 
 
@@ -541,7 +548,7 @@ def measure(
     one: Measurement, data: str | Path | None, device: torch.device, folder: Path = KEPT
 ) -> dict[str, Any]:
     """Measure a checkpoint and keep the record, which has what ``capszoo eval --json`` has."""
-    began = time.process_time() if device.type == "cpu" else time.monotonic()
+    began = _clock(device)
     target = prepare(one.model, data=data, limit=one.images, device=device)
     result: Any
     if one.claim == "pose":
@@ -557,7 +564,7 @@ def measure(
         else:
             twin = prepare(HEAD_CHECKPOINTS["avg"], data=data, limit=one.images, device=device)
             result = masking(target, twin, radii, steps)
-    seconds = (time.process_time() if device.type == "cpu" else time.monotonic()) - began
+    seconds = _clock(device) - began
     record = {
         "claim": one.claim,
         "model": one.model,
@@ -567,10 +574,7 @@ def measure(
         "clean": assess(target).accuracy,
         "seed": 0,
         "result": rounded(result),
-        "seconds": round(seconds, 1),
-        "hardware": hardware(device),
-        "torch": torch.__version__,
-        "commit": source_commit(),
+        **_about(device, seconds),
     }
     keep(one.claim, one.key, record, folder)
     return record
