@@ -12,13 +12,14 @@ random: the cost does not depend on them. On a GPU every time ends with a synchr
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import tempfile
-import time
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a plain checkout works too
@@ -27,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 import capszoo
+from benchmarks.models import in_turns, timed
 from capszoo.data import Augment, Batch, Batches, ImageSet, StreamedSet, dataset_spec, load_dataset
 from capszoo.data import folders as folders_module
 from capszoo.data.augment import jitter, warp
@@ -81,16 +83,6 @@ def forever(batches: Batches) -> Iterator[Batch]:
         epoch += 1
 
 
-def timed(work: Callable[[], object], device: str) -> float:
-    if device != "cpu":
-        torch.cuda.synchronize()
-    began = time.perf_counter()
-    work()
-    if device != "cpu":
-        torch.cuda.synchronize()
-    return time.perf_counter() - began
-
-
 def make_step(name: str, batch: Batch, device: str) -> Callable[[Batch], None]:
     """A training step of the model: forward, margin loss, backward, SGD."""
     c, h, w = batch.images.shape[1:]
@@ -109,31 +101,21 @@ def make_step(name: str, batch: Batch, device: str) -> Callable[[Batch], None]:
     return step
 
 
-def measure(batches: Batches, model: str, steps: int, device: str) -> tuple[float, float, float]:
-    """Median seconds of a batch alone, of a step alone, of both."""
-    stream = forever(batches)
-    kept = next(stream)
-    step = make_step(model, kept, device)
-    for _ in range(3):
-        step(next(stream))
-    passes = [
-        (
-            timed(lambda: next(stream), device),
-            timed(lambda: step(kept), device),
-            timed(lambda: step(next(stream)), device),
+def pipeline_rows(args: Namespace, chosen: list[Setting]) -> Iterator[str]:
+    """Median times of a batch alone, of a step alone, of both."""
+    for setting in chosen:
+        data = make(setting, 20 * args.batch, args.device)
+        stream = forever(Batches(data, args.batch, train=True, augment=setting.augment))
+        kept = next(stream)
+        step = make_step(args.model, kept, args.device)
+        for _ in range(3):
+            step(next(stream))
+        runs = (partial(next, stream), partial(step, kept), lambda: step(next(stream)))  # noqa: B023
+        alone, without, both = map(statistics.median, in_turns(runs, args.steps, 0, args.device))
+        yield (
+            f"| {setting.data}: {setting.title} | {1000 * alone:.2f} | {args.batch / alone:,.0f} "
+            f"| {1000 * without:.1f} | {args.batch / both:,.0f} | {100 * alone / (alone + without):.1f}% |"
         )
-        for _ in range(steps)
-    ]
-    alone, without, both = (statistics.median(column) for column in zip(*passes, strict=True))
-    return alone, without, both
-
-
-def row(title: str, batch: int, times: tuple[float, float, float]) -> str:
-    alone, without, both = times
-    return (
-        f"| {title} | {1000 * alone:.2f} | {batch / alone:,.0f} | {1000 * without:.1f} | {batch / both:,.0f} | "
-        f"{100 * alone / (alone + without):.1f}% |"
-    )
 
 
 def write_folder(root: Path, count: int, side: int) -> None:
@@ -149,8 +131,7 @@ def write_folder(root: Path, count: int, side: int) -> None:
         image.save(path, quality=90)
 
 
-def folder_rows(args: argparse.Namespace) -> list[str]:
-    rows = []
+def folder_rows(args: Namespace) -> Iterator[str]:
     folders_module.common.MEMORY_LIMIT = 0  # stream, however small
     with tempfile.TemporaryDirectory() as root:
         write_folder(Path(root), 20 * args.batch, 256)
@@ -160,16 +141,12 @@ def folder_rows(args: argparse.Namespace) -> list[str]:
             data = replace(found, workers=workers).to(args.device)
             stream = Batches(data, args.batch, train=True, augment=Augment(flip=True)).epoch()
             next(stream)  # the workers have started
-            began = time.perf_counter()
-            for _ in range(12):
-                next(stream)
-            seconds = (time.perf_counter() - began) / 12
+            seconds = timed(partial(list, islice(stream, 12))) / 12
             stream.close()  # type: ignore[attr-defined]
-            rows.append(f"| {workers} | {1000 * seconds:.1f} | {args.batch / seconds:,.0f} |")
-    return rows
+            yield f"| {workers} | {1000 * seconds:.1f} | {args.batch / seconds:,.0f} |"
 
 
-def kornia_rows(args: argparse.Namespace) -> list[str]:
+def kornia_rows(args: Namespace) -> Iterator[str]:
     """The same augmentation with kornia: random affine maps and colour jitter of a float batch on the device."""
     import kornia.augmentation as K
 
@@ -186,24 +163,14 @@ def kornia_rows(args: argparse.Namespace) -> list[str]:
 
     affine = K.RandomAffine(15.0, scale=(0.9, 1.1), shear=5.7, p=1.0)
     colour = K.ColorJitter(0.2, 0.2, 0.2, 0.2, p=1.0)
-    pairs = (
-        ("affine", ours_affine, lambda: affine(images)),
-        ("colour 0.2", ours_jitter, lambda: colour(images)),
-    )
-    rows = []
-    for title, ours, theirs in pairs:
-        for work in (ours, theirs):
-            work()
-        passes = [(timed(ours, args.device), timed(theirs, args.device)) for _ in range(args.steps)]
-        mine, other = (1000 * statistics.median(column) for column in zip(*passes, strict=True))
-        rows.append(f"| {title} | {mine:.2f} | {other:.2f} | {other / mine:.2f} |")
-    return rows
+    for title, ours, theirs in (("affine", ours_affine, affine), ("colour 0.2", ours_jitter, colour)):
+        times = in_turns((ours, partial(theirs, images)), args.steps, 1, args.device)
+        mine, other = (1000 * statistics.median(each) for each in times)
+        yield f"| {title} | {mine:.2f} | {other:.2f} | {other / mine:.2f} |"
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="resnet20_routingpool")
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--steps", type=int, default=15, help="passes per row")
@@ -222,22 +189,17 @@ def main(argv: list[str] | None = None) -> int:
     where = torch.cuda.get_device_name() if args.device != "cpu" else f"{torch.get_num_threads()} threads"
     print(f"{args.model}, batch {args.batch}, {where}, torch {torch.__version__}, median of {args.steps}\n")
     if args.folder:
-        print("| workers | batch, ms | images/s |\n|---|---|---|")
-        print("\n".join(folder_rows(args)))
-        return 0
-    if args.kornia:
-        print("| augmentation of 3x32x32 | here, ms | kornia, ms | ratio |\n|---|---|---|---|")
-        print("\n".join(kornia_rows(args)))
-        return 0
-    print(
-        "| data set: augmentation | batch, ms | images/s alone | step, ms | images/s with the model | share |"
-    )
-    print("|---|---|---|---|---|---|")
-    for setting in chosen:
-        data = make(setting, 20 * args.batch, args.device)
-        batches = Batches(data, args.batch, train=True, augment=setting.augment)
-        times = measure(batches, args.model, args.steps, args.device)
-        print(row(f"{setting.data}: {setting.title}", args.batch, times), flush=True)
+        head, rows = "workers | batch, ms | images/s", folder_rows(args)
+    elif args.kornia:
+        head, rows = "augmentation of 3x32x32 | here, ms | kornia, ms | ratio", kornia_rows(args)
+    else:
+        head = (
+            "data set: augmentation | batch, ms | images/s alone | step, ms | images/s with the model | share"
+        )
+        rows = pipeline_rows(args, chosen)
+    print(f"| {head} |\n" + "|---" * (head.count("|") + 1) + "|")
+    for row in rows:
+        print(row, flush=True)
     return 0
 
 

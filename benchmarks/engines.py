@@ -17,9 +17,10 @@ memory above start-up of a training step, each in a separate process.
 
 from __future__ import annotations
 
-import argparse
+import statistics
 import subprocess
 import sys
+from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -29,10 +30,10 @@ sys.path.insert(0, str(ROOT))  # a plain checkout works too
 
 import torch
 
-from benchmarks.models import Form, _peak_mib, forward_of, timed, train_step_of
+from benchmarks.models import Form, _peak_mib, forward_of, in_turns, train_step_of
 from capszoo._utils.process import keep_freed_memory
 from capszoo.errors import CapszooError
-from capszoo.layers.engine import Call, Engine, RoutingLayer
+from capszoo.layers.engine import Engine
 from capszoo.layers.engine_choice import record_engines, use_engines
 from capszoo.layers.tuning import TUNING, tuned
 
@@ -50,10 +51,6 @@ def engines_called(name: str) -> list[type[Engine]]:
     return found
 
 
-def _refuse(layer: RoutingLayer, call: Call, forced: bool = False) -> str:
-    return "refused by the benchmark"
-
-
 @contextmanager
 def refused(name: str) -> Iterator[None]:
     """Within this context, engines of this name are never chosen."""
@@ -61,7 +58,9 @@ def refused(name: str) -> Iterator[None]:
     before = [vars(engine).get("refusal") for engine in engines]
     try:
         for engine in engines:
-            setattr(engine, "refusal", staticmethod(_refuse))  # noqa: B010
+            setattr(
+                engine, "refusal", staticmethod(lambda layer, call, forced=False: "refused by the benchmark")
+            )  # noqa: B010
         yield
     finally:
         for engine, method in zip(engines, before, strict=True):
@@ -80,11 +79,10 @@ def median_interval(ratios: list[float]) -> tuple[float, float, float]:
         inside += 2 * term
         k += 1
         term *= (n - k + 1) / k
-    middle = ordered[n // 2] if n % 2 else (ordered[n // 2 - 1] + ordered[n // 2]) / 2
-    return middle, ordered[max(k - 1, 0)], ordered[min(n - k, n - 1)]
+    return statistics.median(ordered), ordered[max(k - 1, 0)], ordered[min(n - k, n - 1)]
 
 
-def without_it(args: argparse.Namespace) -> AbstractContextManager[None]:
+def without_it(args: Namespace) -> AbstractContextManager[None]:
     """The context of "without": another threshold, another engine, or none of this name."""
     if args.contiguous:
         return nullcontext()
@@ -97,21 +95,19 @@ def threshold(text: str) -> dict[str, int]:
     """``NAME=VALUE`` of a threshold."""
     name, _, value = text.partition("=")
     if name not in vars(TUNING) or not value.isdecimal():
-        raise argparse.ArgumentTypeError(f"expected NAME=NUMBER, NAME one of {', '.join(vars(TUNING))}")
+        raise ArgumentTypeError(f"expected NAME=NUMBER, NAME one of {', '.join(vars(TUNING))}")
     return {name: int(value)}
 
 
-def runner(
-    spec: str, batch: int, train: bool, args: argparse.Namespace, with_it: bool = True
-) -> Callable[[], object]:
+def runner(spec: str, batch: int, train: bool, args: Namespace, with_it: bool = True) -> Callable[[], object]:
     """A forward pass or training step, under bfloat16 autocast if requested."""
     channels_last = not with_it if args.contiguous else args.channels_last or args.autocast
     form = Form(torch.device(args.device), channels_last, args.compile, args.autocast)
     return (train_step_of if train else forward_of)(spec, batch, form)
 
 
-def measure(spec: str, batch: int, train: bool, args: argparse.Namespace) -> str:
-    run, device = runner(spec, batch, train, args), torch.device(args.device)
+def measure(spec: str, batch: int, train: bool, args: Namespace) -> str:
+    run = runner(spec, batch, train, args)
     same = runner(spec, batch, train, args, False) if args.contiguous else run
 
     def without() -> None:
@@ -124,21 +120,14 @@ def measure(spec: str, batch: int, train: bool, args: argparse.Namespace) -> str
     what = "training step" if train else "forward"
     if args.engine and not used:
         return f"| {spec} | {batch} | {what} | not chosen | | |"
-    for _ in range(args.warmup):
-        without()
-        run()
-    own, ratios = [], []
-    for _ in range(args.iters):
-        slow, fast = timed(without, device), timed(run, device)
-        own.append(fast)
-        ratios.append(fast / slow)
-    middle, low, high = median_interval(ratios)
-    ms = sorted(own)[len(own) // 2] * 1000
+    slow, fast = in_turns((without, run), args.iters, args.warmup, args.device)
+    middle, low, high = median_interval([own / other for own, other in zip(fast, slow, strict=True)])
+    ms = statistics.median(fast) * 1000
     layers = f"{len(used)} of {len(choices)}" if args.engine else ""
     return f"| {spec} | {batch} | {what} | {layers} | {ms:.1f} | {middle:.2f} ({low:.2f} to {high:.2f}) |"
 
 
-def peak_mib(spec: str, batch: int, args: argparse.Namespace, with_engine: bool) -> int:
+def peak_mib(spec: str, batch: int, args: Namespace, with_engine: bool) -> int:
     """Peak memory above start-up, for two training steps in a new process."""
     command = [sys.executable, __file__, spec, "--batch", str(batch), "--peak"]
     command += ["with" if with_engine else "without", "--without", args.without]
@@ -151,7 +140,7 @@ def peak_mib(spec: str, batch: int, args: argparse.Namespace, with_engine: bool)
     return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
 
 
-def print_peak(spec: str, batch: int, args: argparse.Namespace) -> None:
+def print_peak(spec: str, batch: int, args: Namespace) -> None:
     before = _peak_mib()
     with_it = args.peak == "with"
     step = runner(spec, batch, True, args, with_it)
@@ -162,9 +151,7 @@ def print_peak(spec: str, batch: int, args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="+", help="specifications as benchmarks/models.py takes them")
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--engine", default="")
@@ -184,7 +171,7 @@ def main() -> None:
     parser.add_argument("--channels-last", action="store_true")
     parser.add_argument("--autocast", action="store_true", help="bfloat16, channels-last")
     parser.add_argument("--compile", action="store_true", help="torch.compile")
-    parser.add_argument("--peak", choices=("with", "without"), help=argparse.SUPPRESS)
+    parser.add_argument("--peak", choices=("with", "without"), help=SUPPRESS)
     args = parser.parse_args()
     torch.set_flush_denormal(True)  # as benchmarks/models.py
     torch.manual_seed(0)

@@ -21,13 +21,12 @@ the answer. The loop is here because runs of seconds would take longer to write 
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import os
 import statistics
 import sys
 import time
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
@@ -43,11 +42,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import capszoo
+from benchmarks import robustness
 from capszoo._pretrained.catalogue import checkpoints
 from capszoo._utils.devices import resolve_device
-from capszoo._utils.files import read_npz, write_atomically
 from capszoo.data import (
-    DATASETS,
     Batches,
     DataError,
     ImageSet,
@@ -68,22 +66,6 @@ from capszoo.recipes.evaluation.report import rounded
 from capszoo.recipes.evaluation.robustness import STEP_SHARE, PixelScores, attack_loss, move, pgd
 from capszoo.recipes.evaluation.target import EvalTarget, in_float32, prepare
 from capszoo.recipes.weights import hardware, source_commit
-
-__all__ = [
-    "HEADS",
-    "KEPT",
-    "SCALES",
-    "SEEDS",
-    "TIMES",
-    "Job",
-    "Measurement",
-    "Scale",
-    "jobs",
-    "kept",
-    "masking",
-    "measure",
-    "train",
-]
 
 KEPT = ROOT / "benchmarks" / "results" / "evidence"
 
@@ -267,16 +249,12 @@ def measurements(scale: str) -> Iterator[Measurement]:
 
 def kept(claim: str, folder: Path = KEPT) -> dict[str, dict[str, Any]]:
     """Key of a run to its record, of the finished runs of a claim."""
-    path = folder / f"{claim}.json"
-    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
+    return robustness.stored(folder / f"{claim}.json")
 
 
 def keep(claim: str, key: str, record: dict[str, Any], folder: Path = KEPT) -> None:
     """Add a run's record to those of its claim, a line each."""
-    rows = kept(claim, folder) | {key: record}
-    folder.mkdir(parents=True, exist_ok=True)
-    lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(rows[name])}" for name in sorted(rows))
-    write_atomically(folder / f"{claim}.json", f"{{\n{lines}\n}}\n")
+    robustness.keep(folder / f"{claim}.json", {key: record})
 
 
 def best_rate(job: Job, folder: Path = KEPT) -> float | None:
@@ -366,10 +344,9 @@ def digits(job: Job, data: str | Path | None = None, device: torch.device | str 
         whole = loaded(name, split, data)
         return whole.subset(torch.randperm(len(whole), generator=keyed_generator(0, "test"))[:count])
 
+    tests = {"test": tested("expanded" if job.claim == "affine" else "test")}
     if job.claim == "affine":
-        tests = {"test": tested("expanded"), "affnist": tested("test")}
-    else:
-        tests = {"test": tested("test")}
+        tests["affnist"] = tested("test")
     if job.claim == "few" and job.setting == CORRUPTED:
         tests |= corrupted(tested("test", scale.corrupted))
     tests = {name: shrunk(images, scale.size) for name, images in tests.items()}
@@ -425,10 +402,21 @@ def learning_rate(step: int, updates: int, peak: float) -> float:
     return peak * 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, updates - warm)))
 
 
+def _clock(device: torch.device) -> float:
+    """Seconds: of this process on a CPU, which others share."""
+    return time.process_time() if device.type == "cpu" else time.monotonic()
+
+
+def _about(device: torch.device, seconds: float) -> dict[str, Any]:
+    """What every record states of its run."""
+    about = {"hardware": hardware(device), "torch": torch.__version__, "commit": source_commit()}
+    return {"seconds": round(seconds, 1), **about}
+
+
 def train(job: Job, rate: float, images: Digits) -> dict[str, Any]:
     """One run, to its end: accuracies in per cent, also where validation first reaches the claim's level."""
     scale, device = SCALES[job.scale], images.training.device
-    began = time.process_time() if device.type == "cpu" else time.monotonic()
+    began = _clock(device)
     level, looks = scale.levels.get(job.claim, (None, 1))
     net = network(job, images.training.size).to(device).to(memory_format=torch.channels_last).train()
     optimizer = create_optimizer_v2(net, opt="sgd", lr=rate, weight_decay=5e-4, momentum=0.9)
@@ -456,7 +444,7 @@ def train(job: Job, rate: float, images: Digits) -> dict[str, Any]:
         record |= _tested(net, images)
     if level is not None:
         record |= {"level": level, "matched": matched}
-    seconds = (time.process_time() if device.type == "cpu" else time.monotonic()) - began
+    seconds = _clock(device) - began
     return {
         "claim": job.claim,
         "head": job.head,
@@ -468,10 +456,7 @@ def train(job: Job, rate: float, images: Digits) -> dict[str, Any]:
         "n": {"validation": len(images.validation), "test": len(images.tests["test"])},
         "updates": job.updates,
         "parameters": sum(p.numel() for p in net.parameters()),
-        "seconds": round(seconds, 1),
-        "hardware": hardware(device),
-        "torch": torch.__version__,
-        "commit": source_commit(),
+        **_about(device, seconds),
     }
 
 
@@ -505,11 +490,9 @@ def _outliers_of(target: EvalTarget, data: str | Path | None, images: int) -> Im
     try:
         return other_images(target, name, data, images, 0)
     except DataError:
-        path = ROOT / "tests" / "fixtures" / f"{name}_test_1000.npz"
-        arrays = read_npz(path, ["images", "labels"])
-        pixels = torch.from_numpy(arrays["images"]).reshape(-1, *DATASETS[name].input_size)
-        labels = torch.from_numpy(arrays["labels"]).long()
-        return ImageSet(DATASETS[name], "test", pixels[:images], labels[:images])
+        from tests.support import packed
+
+        return packed(ROOT, name).subset(torch.arange(min(images, 1000)))
 
 
 #: Lengths of one step along the sign of the gradient, in 255ths of the pixels' range; 0 is no step.
@@ -565,7 +548,7 @@ def measure(
     one: Measurement, data: str | Path | None, device: torch.device, folder: Path = KEPT
 ) -> dict[str, Any]:
     """Measure a checkpoint and keep the record, which has what ``capszoo eval --json`` has."""
-    began = time.process_time() if device.type == "cpu" else time.monotonic()
+    began = _clock(device)
     target = prepare(one.model, data=data, limit=one.images, device=device)
     result: Any
     if one.claim == "pose":
@@ -581,7 +564,7 @@ def measure(
         else:
             twin = prepare(HEAD_CHECKPOINTS["avg"], data=data, limit=one.images, device=device)
             result = masking(target, twin, radii, steps)
-    seconds = (time.process_time() if device.type == "cpu" else time.monotonic()) - began
+    seconds = _clock(device) - began
     record = {
         "claim": one.claim,
         "model": one.model,
@@ -591,19 +574,14 @@ def measure(
         "clean": assess(target).accuracy,
         "seed": 0,
         "result": rounded(result),
-        "seconds": round(seconds, 1),
-        "hardware": hardware(device),
-        "torch": torch.__version__,
-        "commit": source_commit(),
+        **_about(device, seconds),
     }
     keep(one.claim, one.key, record, folder)
     return record
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("claims", nargs="*", metavar="CLAIM", help="default: all")
     parser.add_argument("--scale", choices=sorted(SCALES), default="small", help="size of the runs")
     parser.add_argument("--missing", action="store_true", help="print what is missing, and run nothing")

@@ -1,7 +1,6 @@
 """Exported models in ONNX Runtime on the CPU: maintainers run it when exports change (docs/benchmarks.md).
 
     python benchmarks/export.py --models 'idpa_*' capsnet_dynamic
-    python benchmarks/export.py --prepare --out benchmarks/results/export.json    # export and check only, time nothing
     python benchmarks/export.py --compile --out benchmarks/results/export.json    # the table: make docs
     python benchmarks/export.py --layers            # routing layers against naive einsum graphs of the same function
     python benchmarks/export.py --profile idpa_resnet                             # where ONNX Runtime spends its time
@@ -14,7 +13,6 @@ script's CIFAR ResNet-18.
 
 from __future__ import annotations
 
-import argparse
 import fnmatch
 import json
 import math
@@ -22,8 +20,9 @@ import os
 import platform
 import sys
 import tempfile
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,6 +35,7 @@ from torch import nn
 
 from benchmarks import models
 from capszoo import layers
+from capszoo._utils.files import write_atomically
 from capszoo.errors import CapszooError
 from capszoo.export import compare, to_onnx, unroll
 from capszoo.export.benchmark import FixedInput
@@ -45,9 +45,6 @@ from capszoo.recipes.weights import hardware
 from tests.support import warm
 
 BATCHES = (1, 16)
-
-#: Target time of a model in ONNX Runtime, in multiples of ResNet-18's time at batch 1.
-TARGETS = {"idpa_resnet": 2.0, "capsnet_dynamic": 0.6}
 
 #: Target speed-up of a layer over its einsum graph at batch 1.
 LAYER_TARGETS = {"IDPA conv": 14.0, "dynamic": 3.5}
@@ -75,19 +72,6 @@ class Row:
     max_rel_diff: float
     times: dict[str, dict[str, float]] = field(default_factory=dict)
     processor: str = ""
-
-    def missing(self, batches: Sequence[int], processor: str, compiled: bool) -> list[int]:
-        """Batches to be measured; all if any is, and the row's times are of another processor."""
-        times = [self.times.get(str(batch), {}) for batch in batches]
-        lacking = [
-            b for b, at in zip(batches, times, strict=True) if not at or (compiled and "compiled" not in at)
-        ]
-        return list(batches) if lacking and processor != self.processor else lacking
-
-    def on(self, processor: str) -> None:
-        """The next times are measured there: those of another processor are dropped."""
-        if processor != self.processor:
-            self.processor, self.times = processor, {}
 
 
 def exported(spec: str) -> tuple[Path, dict[str, Any]]:
@@ -283,35 +267,16 @@ def table(rows: Sequence[Row]) -> str:
     head = ["model", "nodes", "MB", "max difference"]
     for batch in BATCHES:
         head += [f"b={batch}: ms", "eager", "compiled", "÷ ResNet-18"]
-    lines = ["| " + " | ".join(head) + " |", "|---|" + "---:|" * (len(head) - 1)]
+    lines = []
     for row in rows:
         cells = [f"`{row.model}`", str(row.nodes), f"{row.file_bytes / 1e6:.1f}", f"{row.max_rel_diff:.0e}"]
         for batch in BATCHES:
             at = row.times.get(str(batch), {})
-            shows: dict[str, Callable[[float], str]] = {
-                "ms": lambda v: f"{v:.1f}",
-                "eager": lambda v: f"{v:.2f}",
-                "compiled": lambda v: f"{v:.2f}",
-                "resnet18": lambda v: f"{1 / v:.2f}",
-            }
-            cells += [show(at[key]) if key in at else "–" for key, show in shows.items()]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
-def verdicts(rows: Sequence[Row]) -> list[str]:
-    """The measured targets: reached or missed."""
-    lines = []
-    for row in rows:
-        for batch, at in row.times.items():
-            if at["eager"] <= 1:
-                lines.append(f"missed: {row.model} at batch {batch} is slower than eager ({at['eager']:.2f})")
-        limit, at = TARGETS.get(row.model), row.times.get("1", {})
-        if limit and at:
-            share = 1 / at["resnet18"]
-            word = "reached" if share <= limit else "missed"
-            lines.append(f"{word}: {row.model} at {share:.2f} × ResNet-18, target {limit:g}")
-    return lines
+            for key, digits in (("ms", ".1f"), ("eager", ".2f"), ("compiled", ".2f")):
+                cells.append(format(at[key], digits) if key in at else "–")
+            cells.append(f"{1 / at['resnet18']:.2f}" if at else "–")
+        lines.append(cells)
+    return "\n".join(models.markdown(head, lines))
 
 
 def read(path: Path, settings: dict[str, Any]) -> dict[str, Row]:
@@ -328,25 +293,13 @@ def read(path: Path, settings: dict[str, Any]) -> dict[str, Row]:
     return {row["model"]: Row(**row) for row in stored["rows"]}
 
 
-def write(path: Path, rows: dict[str, Row], settings: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    content = {"settings": settings, "rows": [asdict(rows[name]) for name in sorted(rows)]}
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(content, indent=1) + "\n")
-    os.replace(temporary, path)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="*", default=[], help="names or patterns (default: all)")
     parser.add_argument("--batches", nargs="*", type=int, default=list(BATCHES))
     parser.add_argument("--iters", type=int, default=15, help="measurements in turns")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--compile", action="store_true", help="torch.compile too (takes minutes)")
-    parser.add_argument("--prepare", action="store_true", help="export and check, time nothing")
-    parser.add_argument("--missing", action="store_true", help="only what --out does not hold yet")
     parser.add_argument("--layers", action="store_true", help="routing layers against einsum graphs")
     parser.add_argument("--profile", metavar="MODEL", help="share of each operator, at the first batch")
     parser.add_argument("--out", type=Path, help="JSON to add the rows to")
@@ -373,28 +326,21 @@ def main() -> None:
     names = [spec for spec in models.chosen(args.models) if args.models or spec not in models.VARIANTS]
     for number, spec in enumerate(names, 1):
         print(f"[{number}/{len(names)}] {spec}", file=sys.stderr, flush=True)
-        known = rows.get(spec)
-        row = known if args.missing and known else row_of(spec)
-        if known:
-            row.times, row.processor = known.times, known.processor
+        known, row = rows.get(spec), row_of(spec)
+        row.processor = processor
+        if known and known.processor == processor:  # times of another one are dropped
+            row.times = known.times
         rows[spec] = row
         heavy = any(fnmatch.fnmatch(spec, pattern) for pattern in models.SMALL_BATCH)
-        batches = [] if args.prepare else [b for b in args.batches if b == 1 or not heavy]
-        if args.missing:
-            batches = row.missing(batches, processor, args.compile)
-        if batches:
-            row.on(processor)
-        for batch in batches:
+        for batch in [batch for batch in args.batches if batch == 1 or not heavy]:
             row.times[str(batch)] = time_model(spec, batch, args.iters, args.compile)
             if args.out:  # after each, so that an interrupted run keeps its measurements
-                write(args.out, rows, settings)
-        if args.out:
-            write(args.out, rows, settings)
+                content = {"settings": settings, "rows": [asdict(rows[name]) for name in sorted(rows)]}
+                write_atomically(args.out, json.dumps(content, indent=1) + "\n")
     shown = [rows[name] for name in names]
     print(table(shown))
     print("\n" + ", ".join(f"{key} {value}" for key, value in settings.items()))
     print("eager, compiled: their time over ONNX Runtime's; medians of ratios measured in turns")
-    print("\n".join(verdicts(shown)))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ milliseconds. A folder holds the results of one card.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import importlib.metadata
 import importlib.util
@@ -33,8 +32,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from argparse import SUPPRESS, ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,6 +47,7 @@ from torch import Tensor, nn
 
 from benchmarks.models import build
 from capszoo import layers
+from capszoo._utils.files import write_atomically
 from capszoo.layers import _triton
 from capszoo.layers.engine_choice import use_engines
 
@@ -58,9 +59,6 @@ LIMIT = 540
 
 #: Exit code of a step whose device is broken: the next item needs a new process.
 BROKEN = 3
-
-#: A Triton kernel that is not so many times as fast as what would replace it is to be deleted.
-WORTH = 1.3
 
 #: ``||found - expected|| / ||expected||`` that rounding in a dtype explains.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -328,16 +326,6 @@ def layers_(settings: Settings) -> dict[str, Item]:
 # --- steps: train, runs, tests -------------------------------------------------------------------------------------
 
 
-@contextmanager
-def triton(on: bool) -> Iterator[None]:
-    """Within this context, the Triton kernels are used, or not."""
-    _triton.use_triton(on)
-    try:
-        yield
-    finally:
-        _triton.use_triton()
-
-
 def train_step(spec: str, mode: str | None, settings: Settings) -> Callable[[], None]:
     """A training step under autocast, images and filters channels-last; ``mode`` is torch.compile's, None: eager."""
     model, size = build(spec)
@@ -365,11 +353,11 @@ def train(settings: Settings) -> dict[str, Item]:
 
     def one(spec: str, mode: str | None, with_triton: bool) -> dict[str, Any]:
         torch._dynamo.reset()
-        with triton(with_triton):
-            step = train_step(spec, mode, settings)
-            taken = timed(step, settings.device)
-            # graphs keep their memory between the steps
-            mib = None if mode == "reduce-overhead" else peak_mib(step, settings.device)
+        _triton.use_triton(with_triton)
+        step = train_step(spec, mode, settings)
+        taken = timed(step, settings.device)
+        # graphs keep their memory between the steps
+        mib = None if mode == "reduce-overhead" else peak_mib(step, settings.device)
         return {"model": spec, **taken, "images/s": settings.batch / taken["ms"] * 1e3, "MiB": mib}
 
     return {
@@ -403,11 +391,7 @@ def runs(settings: Settings) -> dict[str, Item]:
         records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
         rate = records[-1]["step"] * metadata["recipe"]["batch_size"] / metadata["train_seconds"]
         test = metadata["metrics"]["test"]
-        return {
-            "seconds": metadata["train_seconds"],
-            "images/s": rate,
-            "top-1, %": test["top1"],
-        }
+        return {"seconds": metadata["train_seconds"], "images/s": rate, "top-1, %": test["top1"]}
 
     chosen = {"idpa_cnn.mnist": ("epochs=1", "tag=digits")} if settings.dry_run else RUNS
     return {recipe: functools.partial(one, recipe, changes) for recipe, changes in chosen.items()}
@@ -460,12 +444,8 @@ def against_eager(
     model, x = model.to(settings.device), x.to(settings.device)
     with torch.inference_mode():
         eager = timed(lambda: model(x), settings.device)
-    return {
-        "batch": len(x),
-        **timed(other, settings.device),
-        "eager, ms": eager["ms"],
-        "eager, n": eager["n"],
-    }
+    taken = timed(other, settings.device)
+    return {"batch": len(x), **taken, **{f"eager, {key}": value for key, value in eager.items()}}
 
 
 def exported(settings: Settings, one: Callable[[str, Settings], dict[str, Any]]) -> dict[str, Item]:
@@ -530,9 +510,7 @@ STEPS: dict[str, Callable[[Settings], dict[str, Item]]] = {
 
 def write(path: Path, content: Any) -> None:
     """Write JSON, completely or not at all."""
-    part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(content, indent=1) + "\n")
-    os.replace(part, path)
+    write_atomically(path, json.dumps(content, indent=1) + "\n")
 
 
 def state(out: Path, step: str) -> dict[str, Any]:
@@ -638,27 +616,6 @@ def shown(value: Any) -> str:
     return "–" if value is None else " ".join(str(value).replace("|", "/").split())[-300:]
 
 
-def verdicts(out: Path) -> list[str]:
-    """How many times as fast Triton kernels are as what would replace them."""
-    pairs = {
-        f"training step, {name}": (value.get("ms"), read(out, "train").get(name + WITHOUT, {}).get("ms"))
-        for name, value in read(out, "train").items()
-        if name.startswith(WITH_TRITON) and "alone" not in name and not name.endswith(WITHOUT)
-    }
-    for name, value in read(out, "layers").items():
-        if name.startswith("idpa"):
-            pairs[f"{name}, to the compiled reference"] = (
-                value.get("engine, ms"),
-                value.get("compiled reference, ms"),
-            )
-    lines = []
-    for name, (ms, others) in pairs.items():
-        gain = others / ms if ms and others else None
-        word = "not measured" if gain is None else "reached" if gain >= WORTH else "missed: the kernel goes"
-        lines.append(f"| {name} | {shown(gain)} | {WORTH} | {word} |")
-    return ["| Triton kernels | times as fast | wanted | |", "|---|---|---|---|", *lines]
-
-
 def write_report(settings: Settings, card: str) -> None:
     names = ("triton", "timm", "onnxruntime", "torch_tensorrt")
     versions = {"python": platform.python_version(), "torch": torch.__version__} | {
@@ -668,13 +625,7 @@ def write_report(settings: Settings, card: str) -> None:
     about = {"card": card, "dry_run": settings.dry_run, "versions": versions}
     write(settings.out / "report.json", {**about, "steps": steps})
     title = "# A dry run on the CPU: no figure says anything about a GPU" if settings.dry_run else f"# {card}"
-    lines = [
-        title,
-        "",
-        ", ".join(f"{key} {value}" for key, value in versions.items()),
-        "",
-        *([] if settings.dry_run else verdicts(settings.out)),
-    ]
+    lines = [title, "", ", ".join(f"{key} {value}" for key, value in versions.items())]
     for step, items in steps.items():
         lines += ["", f"## {step}", "", *(table(items) if items else ["not run yet"])]
     (settings.out / "report.md").write_text("\n".join(lines) + "\n")
@@ -683,27 +634,21 @@ def write_report(settings: Settings, card: str) -> None:
 # --- command line --------------------------------------------------------------------------------------------------
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+def main(argv: Sequence[str] | None = None) -> int:
+    begin = time.monotonic()
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder of the results; the same one resumes")
     parser.add_argument("--data", type=Path, help="folder of the data sets, for the step runs")
     parser.add_argument("--steps", default=",".join(STEPS), help="with commas (default: all)")
     parser.add_argument("--minutes", type=float, default=9, help="of this call (default: 9)")
     parser.add_argument("--retry", action="store_true", help="repeat what failed or was left out")
     parser.add_argument("--dry-run", action="store_true", help="tiny sizes on the CPU")
-    parser.add_argument("--step", choices=STEPS, help=argparse.SUPPRESS)  # passed to a step's process
+    parser.add_argument("--step", choices=STEPS, help=SUPPRESS)  # passed to a step's process
     args = parser.parse_args(argv)
     args.steps = args.steps.split(",")
     if unknown := [step for step in args.steps if step not in STEPS]:
         parser.error(f"no step {unknown[0]!r}: the steps are {', '.join(STEPS)}")
-    return args
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    end = time.monotonic()
-    args = parse(argv)
-    end += 60 * args.minutes
+    end = begin + 60 * args.minutes
     settings = Settings(args.out.resolve(), args.dry_run, args.data.resolve() if args.data else None)
     if args.step:
         return run_step(args.step, settings)

@@ -1,7 +1,6 @@
 """Cost of a capsule head, and heads on six backbones: developers run it when they add a routing.
 
     python benchmarks/heads.py --cost                # time and training memory of every routing on ResNet-50
-    python benchmarks/heads.py --cost --no-time      # memory alone, which a busy machine does not disturb
     python benchmarks/heads.py --backbones           # six backbones: layout, shape, parameters, largest ONNX difference
 
 Cost: images of 224 pixels, ResNet-50's features 2048x7x7, batch 8, 37 classes. A head's share of the forward time is
@@ -15,14 +14,15 @@ docs/fine-tune.md.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
+from argparse import SUPPRESS, ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import capszoo
-from benchmarks.models import _peak_mib, timed
+from benchmarks.models import _peak_mib, in_turns, markdown
+from capszoo._utils.files import write_atomically
 from capszoo.models._heads import HEADS
 from capszoo.recipes.weights import hardware
 
@@ -57,30 +58,17 @@ BACKBONES = {
 def time_heads(routings: list[str], iters: int) -> dict[str, dict[str, float]]:
     """Routing -> milliseconds of its head, and the median share of the backbone's time, measured in turns."""
     backbone = timm.create_model(BACKBONE, num_classes=0, global_pool="").eval()
-    heads: dict[str, Any] = {
-        routing: capszoo.attach_head(BACKBONE, routing, CLASSES).head.eval() for routing in routings
-    }
+    heads: list[Any] = [capszoo.attach_head(BACKBONE, routing, CLASSES).head.eval() for routing in routings]
     images = torch.rand(BATCH, 3, 224, 224)
-    cpu = torch.device("cpu")
-    seconds: dict[str, list[float]] = {routing: [] for routing in heads}
-    shares: dict[str, list[float]] = {routing: [] for routing in heads}
     with torch.inference_mode():
-        features = backbone.forward_features(images)  # type: ignore[operator]
-        for head in heads.values():
-            head(features)
-        for _ in range(iters):
-            for routing, head in heads.items():
-                whole = timed(lambda: backbone.forward_features(images), cpu)  # type: ignore[operator]
-                own = timed(lambda head=head: head(features), cpu)  # type: ignore[misc]
-                seconds[routing].append(own)
-                shares[routing].append(own / whole)
-    return {
-        routing: {
-            "ms": statistics.median(seconds[routing]) * 1000,
-            "time_share": statistics.median(shares[routing]),
-        }
-        for routing in heads
-    }
+        whole = partial(backbone.forward_features, images)  # type: ignore[operator]
+        features = whole()
+        seconds = in_turns([run for head in heads for run in (whole, partial(head, features))], iters)
+    found = {}
+    for routing, of_backbone, own in zip(routings, seconds[::2], seconds[1::2], strict=True):
+        share = statistics.median(mine / other for mine, other in zip(own, of_backbone, strict=True))
+        found[routing] = {"ms": statistics.median(own) * 1000, "time_share": share}
+    return found
 
 
 def peak_of(routing: str) -> float:
@@ -104,36 +92,28 @@ def peak_of(routing: str) -> float:
 
 def memory_in_subprocess(routing: str, threads: int, repeats: int) -> float:
     """Median over ``repeats`` processes: peaks of identical processes differ by a few percent."""
-    return statistics.median(_peak_in_subprocess(routing, threads) for _ in range(repeats))
-
-
-def _peak_in_subprocess(routing: str, threads: int) -> float:
     command = [sys.executable, __file__, "--memory-of", routing, "--threads", str(threads)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"error: {routing}: {done.stderr.strip().splitlines()[-1:]}")
-    return float(done.stdout.split()[-1])
+    peaks = []
+    for _ in range(repeats):
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise SystemExit(f"error: {routing}: {done.stderr.strip().splitlines()[-1:]}")
+        peaks.append(float(done.stdout.split()[-1]))
+    return statistics.median(peaks)
 
 
-def measure_cost(
-    routings: list[str], time: bool, memory: bool, iters: int, threads: int, repeats: int
-) -> list[dict[str, Any]]:
-    """A row for each routing, without the values that are not measured."""
-    rows: list[dict[str, Any]] = []
+def measure_cost(routings: list[str], iters: int, threads: int, repeats: int) -> list[dict[str, Any]]:
+    """A row for each routing."""
+    rows, times = [], time_heads(routings, iters)
+    alone = memory_in_subprocess("none", threads, repeats)
     for routing in routings:
         with torch.device("meta"):
-            net = capszoo.attach_head(BACKBONE, routing, CLASSES)
-        rows.append({"routing": routing, "parameters": sum(p.numel() for p in net.head.parameters())})
-    if time:
-        found = time_heads(routings, iters)
-        for row in rows:
-            row |= found[row["routing"]]
-    if memory:
-        alone = memory_in_subprocess("none", threads, repeats)
-        for row in rows:
-            peak = memory_in_subprocess(row["routing"], threads, repeats)
-            row |= {"mib": peak - alone, "memory_share": peak / alone - 1, "backbone_mib": alone}
-            print(f"{row['routing']}: {peak:.0f} MiB, backbone {alone:.0f}", file=sys.stderr, flush=True)
+            head: Any = capszoo.attach_head(BACKBONE, routing, CLASSES).head
+        peak = memory_in_subprocess(routing, threads, repeats)
+        print(f"{routing}: {peak:.0f} MiB, backbone {alone:.0f}", file=sys.stderr, flush=True)
+        memory = {"mib": peak - alone, "memory_share": peak / alone - 1, "backbone_mib": alone}
+        parameters = sum(p.numel() for p in head.parameters())
+        rows.append({"routing": routing, "parameters": parameters, **times[routing], **memory})
     return rows
 
 
@@ -169,30 +149,17 @@ def stored(file: Path = RESULTS) -> dict[str, Any]:
     return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 
-def keep(file: Path, part: str, rows: list[dict[str, Any]], key: str, order: Iterable[str] = ()) -> None:
-    """Merge new rows into the stored ones: in existing rows, only the newly measured values change.
-
-    Rows named in ``order`` stay although they were not measured; the others are deleted. A row that is measured on
-    another machine or with other versions than before loses its earlier values.
-    """
+def keep(file: Path, part: str, rows: list[dict[str, Any]], key: str, order: Iterable[str]) -> None:
+    """Put new rows in place of the stored ones of the same names; the others named in ``order`` stay."""
     results = stored(file)
-    old = {row[key]: row for row in results.get(part, {}).get("rows", [])}
     about = {"hardware": hardware(torch.device("cpu")), "torch": torch.__version__, "timm": timm.__version__}
-    new = {}
-    for row in rows:
-        before = old.get(row[key], {})
-        same = about.items() <= before.items()
-        new[row[key]] = {**(before if same else {}), **row, **about}
-    names = [name for name in order if name in old or name in new] or list(new)
-    kept = [new.get(name) or old[name] for name in names]
-    file.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({**results, part: {"rows": kept}}, indent=1)
-    file.write_text(text + "\n", encoding="utf-8")
+    known = {row[key]: row for row in results.get(part, {}).get("rows", [])}
+    known |= {row[key]: row | about for row in rows}
+    content = {**results, part: {"rows": [known[name] for name in order if name in known]}}
+    write_atomically(file, json.dumps(content, indent=1) + "\n")
 
 
-def _percent(share: float | None, aim: float) -> str:
-    if share is None:
-        return "not measured"
+def _percent(share: float, aim: float) -> str:
     return f"{100 * share:.1f}" + (" (over the aim)" if share > aim else "")
 
 
@@ -209,58 +176,45 @@ def _told(rows: list[dict[str, Any]], *keys: str) -> str:
 
 def cost_table(results: dict[str, Any]) -> str:
     """Each routing's share of the backbone's forward time and training memory, and the targets."""
-    found = results.get("cost", {})
-    lines = [
-        "| head | parameters | forward, % of the backbone's | training memory, % of the backbone's | MiB |",
-        "|---|---:|---:|---:|---:|",
-    ]
-    for row in found.get("rows", []):
-        mib = f"{row['mib']:.0f}" if "mib" in row else "–"
-        time = _percent(row.get("time_share"), TIME_AIM)
-        memory = _percent(row.get("memory_share"), MEMORY_AIM)
-        lines.append(f"| `{row['routing']}` | {row['parameters']:,} | {time} | {memory} | {mib} |")
-    if len(lines) == 2:
-        return "No figures yet: `python benchmarks/heads.py --cost` makes them."
+    lines = []
+    for row in results["cost"]["rows"]:
+        time, memory = _percent(row["time_share"], TIME_AIM), _percent(row["memory_share"], MEMORY_AIM)
+        lines.append([f"`{row['routing']}`", f"{row['parameters']:,}", time, memory, f"{row['mib']:.0f}"])
     aims = f"Aims: at most {100 * TIME_AIM:.0f}% and {100 * MEMORY_AIM:.0f}%."
-    return "\n".join([*lines, "", f"{aims} Measured with {_told(found['rows'], 'hardware', 'torch')}."])
+    told = _told(results["cost"]["rows"], "hardware", "torch")
+    head = "head | parameters | forward, % of the backbone's | training memory, % of the backbone's | MiB"
+    return "\n".join([*markdown(head, lines), "", f"{aims} Measured with {told}."])
 
 
 def backbones_table(results: dict[str, Any]) -> str:
     """Six backbones: features, parameters, the exported file."""
-    found = results.get("backbones", {})
+    rows = results["backbones"]["rows"]
     lines = [
         "| backbone | head | input | layout | features | head's grid | parameters | head parameters | ONNX nodes "
         "| largest difference |",
         "|---|---|---:|---|---:|---:|---:|---:|---:|---:|",
     ]
-    for row in found.get("rows", []):
-        sizes = ("×".join(map(str, row[key])) for key in ("input", "features", "grid"))
-        size, features, grid = sizes
+    for row in rows:
+        size, features, grid = ("×".join(map(str, row[key])) for key in ("input", "features", "grid"))
         lines.append(
             f"| `{row['backbone']}` | `{row['routing']}` | {size} | {row['layout']} | {features} | {grid} "
             f"| {row['parameters']:,} | {row['head_parameters']:,} | {row['nodes']} | {row['max_rel_diff']:.0e} |"
         )
-    if len(lines) == 2:
-        return "No figures yet: `python benchmarks/heads.py --backbones` makes them."
-    return "\n".join([*lines, "", f"Measured with {_told(found['rows'], 'timm', 'torch')}."])
+    return "\n".join([*lines, "", f"Measured with {_told(rows, 'timm', 'torch')}."])
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--cost", action="store_true", help="time and memory of every routing on ResNet-50")
     parser.add_argument(
         "--routings", nargs="+", choices=list(HEADS), default=list(HEADS), help="with --cost (default: all)"
     )
     parser.add_argument("--backbones", action="store_true", help="six backbones and their ONNX files")
-    parser.add_argument("--no-time", action="store_true", help="with --cost: memory alone")
-    parser.add_argument("--no-memory", action="store_true", help="with --cost: time alone")
     parser.add_argument("--iters", type=int, default=7, help="turns of a time measurement")
     parser.add_argument("--repeats", type=int, default=3, help="processes of a memory measurement")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--json", type=Path, default=RESULTS, help="file of the results")
-    parser.add_argument("--memory-of", metavar="ROUTING", help=argparse.SUPPRESS)
+    parser.add_argument("--memory-of", metavar="ROUTING", help=SUPPRESS)
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
@@ -270,13 +224,12 @@ def main(argv: list[str] | None = None) -> int:
     if not (args.cost or args.backbones):
         parser.error("say what to measure: --cost, --backbones or both")
     if args.cost:
-        rows = measure_cost(
-            args.routings, not args.no_time, not args.no_memory, args.iters, args.threads, args.repeats
-        )
+        rows = measure_cost(args.routings, args.iters, args.threads, args.repeats)
         keep(args.json, "cost", rows, "routing", HEADS)
         print(cost_table(stored(args.json)))
     if args.backbones:
-        keep(args.json, "backbones", [measure_backbone(*pair) for pair in BACKBONES.items()], "backbone")
+        rows = [measure_backbone(*pair) for pair in BACKBONES.items()]
+        keep(args.json, "backbones", rows, "backbone", BACKBONES)
         print(backbones_table(stored(args.json)))
     return 0
 

@@ -10,11 +10,11 @@ picture is docs/pictures/cost_by_iterations.svg.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import subprocess
 import sys
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from pathlib import Path
 from typing import Any
 
@@ -79,9 +79,7 @@ def draw(results: dict[str, Any], path: Path) -> Path:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--draw", action="store_true", help="measure nothing")
     if not parser.parse_args().draw:
         measure()

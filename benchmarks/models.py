@@ -16,16 +16,11 @@ A model is given as ``name`` or ``name:argument=value,argument=value``; shell pa
 ``name@stage`` is the net up to and including that stage (of ``model.stages``), followed by average pooling: a capsule
 network without its capsules. Multiply-adds are those of matrix products and convolutions, as counted by PyTorch's
 counter; the last ratio is the time's over theirs, 1 if a net runs at ResNet-18's speed.
-``--plain-capconv`` measures EncapNets without their capsules: nothing is squashed, the branches of a layer are added
-unweighted, and only convolutions (all of them), BatchNorm and ReLU remain.
-``--less STAGE`` adds a model's extra time over its default's first stages, up to that one, all three in turns.
 """
 
 from __future__ import annotations
 
-import argparse
 import ast
-import csv
 import fnmatch
 import functools
 import json
@@ -36,7 +31,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from argparse import SUPPRESS, ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -52,8 +48,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import capszoo
 from capszoo._utils.devices import inductor_options
-from capszoo.layers.capconv import CapConv, CoefficientConv2d, MasterAide, SquashGroups
-from capszoo.layers.engine import Reference
+from capszoo._utils.files import write_atomically
+from capszoo.layers.capconv import CoefficientConv2d
 
 YARDSTICK = "resnet18_cifar"
 
@@ -81,8 +77,6 @@ class Row:
     forward_ratio: float | None = None
     train_ms: float | None = None
     train_ratio: float | None = None
-    forward_less: float | None = None
-    train_less: float | None = None
     peak_mib: float | None = None
     peak_over_start_mib: float | None = None
     peak_ratio: float | None = None
@@ -131,22 +125,6 @@ def cut_after(model: Any, stage: str) -> nn.Module:
         raise SystemExit(f"error: no stage '{stage}'; the stages are {', '.join(names)}")
     kept = list(model.stages.children())[: names.index(stage) + 1]
     return nn.Sequential(*kept, nn.AdaptiveAvgPool2d(1), nn.Flatten())
-
-
-def leave_capsules_out() -> None:
-    """Make capConv layers squash nothing and add their branches unweighted (their coefficients are still computed)."""
-
-    def same(self: SquashGroups, x: Tensor) -> Tensor:
-        return x
-
-    def added(self: MasterAide, x: Tensor) -> Tensor:
-        master, aide = self.branches(x)
-        self.route(master, aide)
-        return master + aide
-
-    SquashGroups.forward = same  # type: ignore[method-assign]
-    MasterAide.forward = added  # type: ignore[method-assign]
-    CapConv.engines = (Reference,)  # type: ignore[assignment]
 
 
 @functools.cache
@@ -222,43 +200,24 @@ def train_step_of(spec: str, batch: int, form: Form) -> Callable[[], object]:
     return step
 
 
-def timed(run: Callable[[], object], device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def timed(run: Callable[[], object], device: torch.device | str = "cpu") -> float:
+    """Seconds of a run."""
+    wait = torch.cuda.synchronize if str(device).startswith("cuda") else lambda: None
+    wait()
     start = time.perf_counter()
     run()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    wait()
     return time.perf_counter() - start
 
 
-def compare(
-    model: Callable[[], object],
-    yardstick: Callable[[], object],
-    iters: int,
-    warmup: int,
-    device: torch.device,
-    part: Callable[[], object] | None = None,
-) -> tuple[float, float, float | None]:
-    """Median milliseconds of ``model`` and median ratio to ``yardstick``, measured in turns.
-
-    With a part of the model, measured in the same turns, also the median ratio of the model without that part.
-    """
-    for _ in range(warmup):
-        yardstick()
-        model()
-        if part is not None:
-            part()
-    seconds, ratios, rest = [], [], []
-    for _ in range(iters):
-        reference = timed(yardstick, device)
-        own = timed(model, device)
-        seconds.append(own)
-        ratios.append(own / reference)
-        if part is not None:
-            rest.append((own - timed(part, device)) / reference)
-    left = statistics.median(rest) if rest else None
-    return statistics.median(seconds) * 1000, statistics.median(ratios), left
+def in_turns(
+    runs: Sequence[Callable[[], object]], iters: int, warmup: int = 1, device: torch.device | str = "cpu"
+) -> list[list[float]]:
+    """Seconds of each run, measured in turns after some untimed ones."""
+    for run in [*runs] * warmup:
+        run()
+    passes = [[timed(run, device) for run in runs] for _ in range(iters)]
+    return [list(column) for column in zip(*passes, strict=True)]
 
 
 def _peak_mib() -> float:
@@ -295,13 +254,11 @@ def memory_in_subprocess(
     threads: int,
     device: str,
     keep: bool = False,
-    plain: bool = False,
     checkout: Path = ROOT,
 ) -> tuple[float, float]:
     """:func:`measure_memory` in a fresh process, of this checkout or of another one with its own benchmark."""
     command = [sys.executable, "benchmarks/models.py", "--memory-of", spec, "--batch", str(batch)]
     command += ["--threads", str(threads), "--device", device, *(["--keep-memory"] if keep else [])]
-    command += ["--plain-capconv"] if plain else []
     env = {**os.environ, "PYTHONPATH": str(checkout)}
     done = subprocess.run(command, cwd=checkout, env=env, capture_output=True, text=True)
     if done.returncode:
@@ -331,43 +288,40 @@ def chosen(patterns: list[str]) -> list[str]:
     return specs
 
 
+def markdown(
+    head: str | Sequence[str], rows: Iterable[Sequence[str]], words: Sequence[int] = (0,)
+) -> list[str]:
+    """A Markdown table, a line each; columns of ``words`` are aligned left, figures right."""
+    names = head.split(" | ") if isinstance(head, str) else head
+    rules = "|".join("---" if place in words else "---:" for place in range(len(names)))
+    return [f"| {' | '.join(names)} |", f"|{rules}|", *(f"| {' | '.join(cells)} |" for cells in rows)]
+
+
 def table(rows: list[Row]) -> str:
     """The rows as a markdown table, without columns that were not measured."""
-
-    def per_work(ratio: float | None, row: Row) -> str | None:
-        return None if ratio is None else f"{ratio / row.macs_ratio:.2f}"
-
-    columns: list[tuple[str, Callable[[Row], str | None]]] = [
-        ("model", lambda r: f"`{r.model}`"),
-        ("parameters", lambda r: f"{r.params:,}"),
-        ("input", lambda r: "×".join(map(str, r.input_size))),
-        ("batch", lambda r: str(r.batch)),
-        ("M multiply-adds", lambda r: f"{r.mega_macs:.0f}"),
-        ("forward, ms", lambda r: None if r.forward_ms is None else f"{r.forward_ms:.1f}"),
-        ("× ResNet-18", lambda r: None if r.forward_ratio is None else f"{r.forward_ratio:.2f}"),
-        ("÷ multiply-adds", lambda r: per_work(r.forward_ratio, r)),
-        ("× less the part", lambda r: None if r.forward_less is None else f"{r.forward_less:.2f}"),
-        ("training step, ms", lambda r: None if r.train_ms is None else f"{r.train_ms:.1f}"),
-        ("× ResNet-18", lambda r: None if r.train_ratio is None else f"{r.train_ratio:.2f}"),
-        ("÷ multiply-adds", lambda r: per_work(r.train_ratio, r)),
-        ("× less the part", lambda r: None if r.train_less is None else f"{r.train_less:.2f}"),
-        ("peak memory, MiB", lambda r: None if r.peak_mib is None else f"{r.peak_mib:.0f}"),
-        (
-            "above start-up, MiB",
-            lambda r: None if r.peak_over_start_mib is None else f"{r.peak_over_start_mib:.0f}",
-        ),
-        ("× ResNet-18", lambda r: None if r.peak_ratio is None else f"{r.peak_ratio:.2f}"),
-    ]
-    cells = [[show(row) for row in rows] for _, show in columns]
-    kept = [i for i, column in enumerate(cells) if any(value is not None for value in column)]
-    lines = ["| " + " | ".join(columns[i][0] for i in kept) + " |"]
-    lines.append("|" + "|".join("---" if i == 0 else "---:" for i in kept) + "|")
-    lines += ["| " + " | ".join(cells[i][r] or "" for i in kept) + " |" for r in range(len(rows))]
-    return "\n".join(lines)
+    measured = (
+        ("forward, ms", ".1f", lambda r: r.forward_ms),
+        ("× ResNet-18", ".2f", lambda r: r.forward_ratio),
+        ("÷ multiply-adds", ".2f", lambda r: r.forward_ratio and r.forward_ratio / r.macs_ratio),
+        ("training step, ms", ".1f", lambda r: r.train_ms),
+        ("× ResNet-18", ".2f", lambda r: r.train_ratio),
+        ("÷ multiply-adds", ".2f", lambda r: r.train_ratio and r.train_ratio / r.macs_ratio),
+        ("peak memory, MiB", ".0f", lambda r: r.peak_mib),
+        ("above start-up, MiB", ".0f", lambda r: r.peak_over_start_mib),
+        ("× ResNet-18", ".2f", lambda r: r.peak_ratio),
+    )
+    kept = [column for column in measured if column[2](rows[0]) is not None]
+    names = ["model", "parameters", "input", "batch", "M multiply-adds", *(column[0] for column in kept)]
+    lines = []
+    for row in rows:
+        size = "×".join(map(str, row.input_size))
+        cells = [f"`{row.model}`", f"{row.params:,}", size, str(row.batch), f"{row.mega_macs:.0f}"]
+        cells += [format(value(row), digits) for _, digits, value in kept]
+        lines.append(cells)
+    return "\n".join(markdown(names, lines))
 
 
-def measure(spec: str, args: argparse.Namespace, form: Form) -> Row:
-    device = form.device
+def measure(spec: str, args: Namespace, form: Form) -> Row:
     torch._dynamo.reset()  # graphs of the previous models
     batch = batch_of(spec, args.batch)
     model, size = build(spec)
@@ -375,50 +329,28 @@ def measure(spec: str, args: argparse.Namespace, form: Form) -> Row:
     parameters = sum(p.numel() for p in model.parameters())
     row = Row(spec, parameters, size, batch, macs, macs / multiply_adds(YARDSTICK))
     del model
-    part = f"{spec.partition(':')[0]}@{args.less}" if args.less else None
+
+    def paired(make: Callable[[str, int, Form], Callable[[], object]]) -> tuple[float, float]:
+        """Median milliseconds of the model, and the median of its ratios to the yardstick."""
+        runs = (make(YARDSTICK, batch, form), make(spec, batch, form))
+        reference, own = in_turns(runs, args.iters, args.warmup, form.device)
+        ratios = [mine / other for mine, other in zip(own, reference, strict=True)]
+        return statistics.median(own) * 1000, statistics.median(ratios)
+
     if not args.no_forward:
-        row.forward_ms, row.forward_ratio, row.forward_less = compare(
-            forward_of(spec, batch, form),
-            forward_of(YARDSTICK, batch, form),
-            args.iters,
-            args.warmup,
-            device,
-            forward_of(part, batch, form) if part else None,
-        )
+        row.forward_ms, row.forward_ratio = paired(forward_of)
     if args.train:
-        row.train_ms, row.train_ratio, row.train_less = compare(
-            train_step_of(spec, batch, form),
-            train_step_of(YARDSTICK, batch, form),
-            args.iters,
-            args.warmup,
-            device,
-            train_step_of(part, batch, form) if part else None,
-        )
+        row.train_ms, row.train_ratio = paired(train_step_of)
     if args.memory:
         where = (batch, args.threads, args.device, args.keep_memory)
-        row.peak_mib, row.peak_over_start_mib = memory_in_subprocess(spec, *where, plain=args.plain_capconv)
+        row.peak_mib, row.peak_over_start_mib = memory_in_subprocess(spec, *where)
         _, reference = memory_in_subprocess(YARDSTICK, *where)
         row.peak_ratio = row.peak_over_start_mib / max(reference, 1.0)
     return row
 
 
-def write(rows: list[Row], path: Path, settings: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.suffix == ".csv":
-        with path.open("w", newline="") as file:
-            writer = csv.DictWriter(file, fieldnames=list(asdict(rows[0])))
-            writer.writeheader()
-            for row in rows:
-                writer.writerow(asdict(row) | {"input_size": "x".join(map(str, row.input_size))})
-    else:
-        content = {"settings": settings, "rows": [asdict(row) for row in rows]}
-        path.write_text(json.dumps(content, indent=2) + "\n")
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument(
         "--models", nargs="*", default=[], help="names, patterns or name:argument=value (default: all)"
     )
@@ -432,28 +364,17 @@ def main() -> None:
     parser.add_argument(
         "--keep-memory", action="store_true", help="freed memory is kept, as training does on a CPU"
     )
-    parser.add_argument("--plain-capconv", action="store_true", help="EncapNets without their capsules")
     parser.add_argument("--train", action="store_true", help="time a training step too")
-    parser.add_argument(
-        "--less", metavar="STAGE", help="also what a model takes beyond its stages up to this one, in turns"
-    )
     parser.add_argument("--no-forward", action="store_true", help="leave the forward pass out")
     parser.add_argument(
         "--memory", action="store_true", help="peak memory of training, each in a fresh process"
     )
-    parser.add_argument(
-        "--out", type=Path, action="append", default=[], help="also write FILE.json or FILE.csv"
-    )
-    parser.add_argument("--memory-of", metavar="MODEL", help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, metavar="FILE", help="also write this JSON file")
+    parser.add_argument("--memory-of", metavar="MODEL", help=SUPPRESS)
     args = parser.parse_args()
-    for path in args.out:
-        if path.suffix not in (".json", ".csv"):
-            parser.error(f"--out {path}: only .json and .csv files are written")
 
     if args.keep_memory and not capszoo.keep_freed_memory():
         parser.error("--keep-memory works with glibc alone (and not with CAPSZOO_KEEP_MEMORY=0)")
-    if args.plain_capconv:
-        leave_capsules_out()
     torch.set_num_threads(args.threads)
     torch.set_flush_denormal(True)  # outputs of untrained deep EncapNets are denormal in eval mode
     torch.manual_seed(0)
@@ -475,21 +396,21 @@ def main() -> None:
         "layout": "channels-last" if args.channels_last else "contiguous",
         "compiled": args.compile,
         "memory kept": args.keep_memory,
-        "plain capConv": args.plain_capconv,
     }
     rows: list[Row] = []
     specs = chosen(args.models)
     for number, spec in enumerate(specs, 1):
         print(f"[{number}/{len(specs)}] {spec}", file=sys.stderr, flush=True)
         rows.append(measure(spec, args, Form(device, args.channels_last, args.compile)))
-        for path in args.out:  # after each model, so that an interrupted run keeps its measurements
-            write(rows, path, settings)
+        if args.out:  # after each model, so that an interrupted run keeps its measurements
+            content = {"settings": settings, "rows": [asdict(row) for row in rows]}
+            write_atomically(args.out, json.dumps(content, indent=2) + "\n")
     print(table(rows))
     print(
         "\n" + ", ".join(f"{key} {value}" for key, value in settings.items()) + "; medians of paired ratios"
     )
-    for path in args.out:
-        print(f"written: {path}", file=sys.stderr)
+    if args.out:
+        print(f"written: {args.out}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ downloads once.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import os
@@ -30,11 +29,12 @@ import subprocess
 import sys
 import time
 import zipfile
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache, lru_cache
 from io import BytesIO
-from itertools import count, islice
+from itertools import count, islice, product
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,8 @@ from safetensors.torch import load_file, save_file
 from timm.models import save_for_hf
 from torch import Tensor, nn
 
+from benchmarks.models import markdown
+from capszoo._utils.files import replacing, write_atomically
 from capszoo.data import Batches, ImageSet, load_dataset
 from capszoo.recipes.config import Recipe
 from capszoo.recipes.evaluation.metrics import EvalResult, assess
@@ -92,16 +94,12 @@ class Run:
 
 def all_runs() -> list[Run]:
     """Every run of the tables, in an order in which an interrupted table is useful."""
-    frozen = [Run(data, head, "pretrained", seed) for seed in SEEDS for data in PHOTOS for head in HEADS]
-    xrays = [Run(XRAYS, net, start, seed) for seed in SEEDS for net in MNIST for start in XRAY_STARTS]
-    whole = [
-        Run(data, head, start, seed)
-        for seed in SEEDS
-        for head in HEADS
-        for data in PHOTOS
-        for start in STARTS[1:]
-    ]
-    return [*frozen, *xrays, *whole]
+    frozen = product(SEEDS, PHOTOS, HEADS, STARTS[:1])
+    xrays = product(SEEDS, (XRAYS,), MNIST, XRAY_STARTS)
+    whole = (
+        (seed, data, head, start) for seed, head, data, start in product(SEEDS, HEADS, PHOTOS, STARTS[1:])
+    )
+    return [Run(data, net, start, seed) for seed, data, net, start in (*frozen, *xrays, *whole)]
 
 
 def write_backbone(folder: Path, wheel: Path | None = None) -> Path:
@@ -131,9 +129,8 @@ def write_backbone(folder: Path, wheel: Path | None = None) -> Path:
     if any(ours.rpartition(".")[2] != theirs.rpartition(".")[2] for ours, theirs in names.items()):
         raise SystemExit(f"error: timm's {BACKBONE} has other tensors than {wheel}: use another timm")
     net.load_state_dict({ours: stored[theirs] for ours, theirs in names.items()})
-    unfinished = folder.with_name(f"{folder.name}.unfinished")
-    save_for_hf(net, str(unfinished), safe_serialization=True)
-    unfinished.rename(folder)
+    with replacing(folder, folder=True) as work:
+        save_for_hf(net, str(work), safe_serialization=True)
     return folder
 
 
@@ -189,8 +186,8 @@ def features(run: Run, folder: Path) -> list[tuple[Tensor, Tensor]]:
         with torch.no_grad():
             pairs = [(net.forward_features(part), labels) for part, labels in images]  # type: ignore[operator]
         inputs, labels = (torch.cat(column).contiguous() for column in zip(*pairs, strict=True))
-        save_file({"inputs": inputs, "labels": labels}, file.with_suffix(".unfinished"))
-        file.with_suffix(".unfinished").rename(file)
+        with replacing(file) as work:
+            save_file({"inputs": inputs, "labels": labels}, work)
     stored = load_file(file)
     return list(zip(stored["inputs"].split(BATCH), stored["labels"].split(BATCH), strict=True))
 
@@ -282,11 +279,7 @@ def measure(run: Run, folder: Path) -> None:
     """Do a run and store its figures."""
     row = (train_xrays if run.data == XRAYS else train_photos)(run, folder)
     about = {"hardware": hardware(torch.device("cpu")), "torch": torch.__version__, "timm": timm.__version__}
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({**run.__dict__, **row, **about}, indent=1) + "\n"
-    unfinished = RESULTS / f"{run.file}.unfinished"
-    unfinished.write_text(text, encoding="utf-8")
-    unfinished.rename(RESULTS / run.file)
+    write_atomically(RESULTS / run.file, json.dumps({**asdict(run), **row, **about}, indent=1) + "\n")
 
 
 def missing(folder: Path = RESULTS) -> list[Run]:
@@ -326,30 +319,22 @@ def _about(groups: Iterable[Sequence[dict[str, Any]]]) -> str:
 def table(folder: Path = RESULTS) -> str:
     """The tables of docs/fine-tune.md: photographs, then X-rays, then what is missing."""
     found = stored(folder)
-    if not found:
-        return "No figures yet: `make photos` makes them."
     lines: list[str] = []
     for data in PHOTOS:
-        lines += [
-            f"| head on `{data}` | its parameters | frozen, % | tuned, % | from scratch, % |",
-            "|---|---:|---:|---:|---:|",
-        ]
+        rows = []
         for head in HEADS:
             starts = [found.get((data, head, start), []) for start in STARTS]
             size = f"{starts[0][0]['trained_parameters']:,}" if starts[0] else "–"
-            shown = [_cell(rows, "mean_recall", 1) for rows in starts]
-            lines.append(f"| `{head}` | {size} | {' | '.join(shown)} |")
-        lines.append("")
-    lines += [
-        "| network on `pneumoniamnist` | from MNIST weights, top-1 % | AUROC | from scratch, top-1 % | AUROC |",
-        "|---|---:|---:|---:|---:|",
-    ]
+            rows.append([f"`{head}`", size, *(_cell(runs, "mean_recall", 1) for runs in starts)])
+        columns = "its parameters | frozen, % | tuned, % | from scratch, %"
+        lines += [*markdown(f"head on `{data}` | {columns}", rows), ""]
+    rows = []
     for net in MNIST:
         sides = [found.get((XRAYS, net, start), []) for start in XRAY_STARTS]
-        cells = tuple(
-            _cell(rows, key, digits) for rows in sides for key, digits in (("top1", 1), ("auroc", 3))
-        )
-        lines.append(f"| `{net}` | {' | '.join(cells)} |")
+        cells = [_cell(runs, key, digits) for runs in sides for key, digits in (("top1", 1), ("auroc", 3))]
+        rows.append([f"`{net}`", *cells])
+    columns = "from MNIST weights, top-1 % | AUROC | from scratch, top-1 % | AUROC"
+    lines += markdown(f"network on `{XRAYS}` | {columns}", rows)
     left = len(missing(folder))
     lines += ["", _about(found.values())]
     if left:
@@ -358,8 +343,7 @@ def table(folder: Path = RESULTS) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument(
         "--work", type=Path, default=ROOT / "bench" / "photos", help="folder of weights and runs"
     )

@@ -10,10 +10,10 @@ results are in benchmarks/results/robustness.json, of which scripts/generate.py 
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import sys
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -25,6 +25,7 @@ sys.path.insert(0, str(ROOT))  # a plain checkout works too
 import torch
 from torch import Tensor
 
+from benchmarks.models import markdown
 from capszoo._pretrained.catalogue import checkpoints
 from capszoo._utils.files import write_atomically
 from capszoo.data import keyed_generator, load_dataset
@@ -114,9 +115,16 @@ def draw(image: Tensor, path: Path) -> Path:
     return save_columns(columns, rows, path, drawn_from(image), gap=1)
 
 
-def stored() -> dict[str, dict[str, Any]]:
-    """Name of the weights to their row."""
-    return dict(json.loads(RESULTS.read_text(encoding="utf-8"))) if RESULTS.is_file() else {}
+def stored(file: Path = RESULTS) -> dict[str, dict[str, Any]]:
+    """Name of the weights (or key of another benchmark's runs) to their row."""
+    return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else {}
+
+
+def keep(file: Path, new: dict[str, dict[str, Any]]) -> None:
+    """Add rows to the stored ones, a line each."""
+    rows = stored(file) | new
+    lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(rows[key])}" for key in sorted(rows))
+    write_atomically(file, f"{{\n{lines}\n}}\n")
 
 
 def current() -> dict[str, dict[str, Any]]:
@@ -137,25 +145,18 @@ def corruption_table(channels: int) -> str:
         if row["corruptions"] and checkpoints(aliases=False)[name].input_size[0] == channels
     }
     groups = list(dict.fromkeys(one["group"] for row in rows.values() for one in row["each"]))
-    lines = [
-        "| " + " | ".join(["weights", "unchanged", *groups, "mean of the 12"]) + " |",
-        "|---|" + "---:|" * (len(groups) + 2),
-    ]
+    lines = []
     for name, row in rows.items():
-        means = {group: [] for group in groups}  # type: dict[str, list[float]]
-        for one in row["each"]:
-            means[one["group"]].append(CorruptionResult(**one).mean)
-        values = [row["clean"], *(sum(of) / len(of) for of in means.values()), row["mean"]]
-        lines.append("| " + " | ".join([f"`{name}`", *(f"{value:.1f}" for value in values)]) + " |")
-    return "\n".join(lines)
+        means = [(one["group"], CorruptionResult(**one).mean) for one in row["each"]]
+        grouped = ([mean for of, mean in means if of == group] for group in groups)
+        values = [row["clean"], *(sum(some) / len(some) for some in grouped), row["mean"]]
+        lines.append([f"`{name}`", *(f"{value:.1f}" for value in values)])
+    return "\n".join(markdown(["weights", "unchanged", *groups, "mean of the 12"], lines))
 
 
 def calibration_table() -> str:
     """Calibration error and log-likelihood of every checkpoint with one label an image, raw and at its temperature."""
-    lines = [
-        "| weights | scores | mean confidence, % | ECE, % | ECE at T, % | T | NLL | NLL at T |",
-        "|---|---|---:|---:|---:|---:|---:|---:|",
-    ]
+    lines = []
     for name, row in current().items():
         found = row["calibration"]
         if not found:
@@ -164,14 +165,13 @@ def calibration_table() -> str:
         cells = [f"{raw['confidence']:.1f}", f"{raw['ece']:.2f}"]
         cells += [f"{scaled['ece']:.2f}", f"{found['temperature']:.2f}"] if scaled else ["–", "–"]
         cells += [f"{raw['nll']:.3f}", f"{scaled['nll']:.3f}" if scaled else "–"]
-        lines.append("| " + " | ".join([f"`{name}`", found["kind"], *cells]) + " |")
-    return "\n".join(lines)
+        lines.append([f"`{name}`", found["kind"], *cells])
+    head = "weights | scores | mean confidence, % | ECE, % | ECE at T, % | T | NLL | NLL at T"
+    return "\n".join(markdown(head, lines, (0, 1)))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help="weights to measure again")
     parser.add_argument("--draw", action="store_true", help="draw the corruptions, and measure nothing")
     args = parser.parse_args(argv)
@@ -180,12 +180,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             image = load_dataset(data, "test").subset(torch.tensor([IMAGE])).images[0]  # type: ignore[union-attr]
             print(f"written: {draw(image, picture(image.shape[0]))}")
         return 0
-    names = args.names
-    for name in names or [name for name in checkpoints(aliases=False) if name not in current()]:
+    for name in args.names or [name for name in checkpoints(aliases=False) if name not in current()]:
         row = measure(name)
-        rows = stored() | {name: row}
-        lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(rows[key])}" for key in sorted(rows))
-        write_atomically(RESULTS, f"{{\n{lines}\n}}\n")
+        keep(RESULTS, {name: row})
         print(name, row["corruptions"] and f"{row['corruptions']['mean']:.1f}", flush=True)
     return 0
 

@@ -1,7 +1,7 @@
 """Seconds that commands take which load no model: developers run it when imports change.
 
-``python benchmarks/startup.py``. Each command runs in a new process, three times (``--repeats``) after one run that
-fills the disk cache; the table has every time and the peak memory. The budget is half a second; ``--budget`` fails if
+``python benchmarks/startup.py``. Each command runs in a new process, three times after one run that fills the disk
+cache; the table has every time and the peak memory. The budget is half a second; ``--budget`` fails if
 the fastest run exceeds it.
 """
 
@@ -43,9 +43,9 @@ def completion_environment(words: str) -> dict[str, str]:
     return {"_CAPSZOO_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(count)}
 
 
-def run(arguments: tuple[str, ...], more: dict[str, str] | None = None) -> tuple[float, int]:
+def run(arguments: tuple[str, ...], more: dict[str, str]) -> tuple[float, int]:
     """Seconds and peak KiB of one process."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), **(more or {})}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **more}
     start = time.perf_counter()
     done = subprocess.run(
         [sys.executable, "-c", _MEASURE, *arguments], env=environment, capture_output=True, text=True
@@ -58,21 +58,19 @@ def run(arguments: tuple[str, ...], more: dict[str, str] | None = None) -> tuple
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument(
         "--budget", action="store_true", help="fail where a fastest run exceeds half a second"
     )
     options = parser.parse_args()
-    rows: list[tuple[str, tuple[str, ...], dict[str, str] | None]] = [
-        (" ".join(("capszoo", *command)), command, None) for command in COMMANDS
-    ]
     words = "capszoo predict idpa_"
+    rows: list[tuple[str, tuple[str, ...], dict[str, str]]]
+    rows = [(" ".join(("capszoo", *command)), command, {}) for command in COMMANDS]
     rows.append((f"completion of {words}", (), completion_environment(words)))
     print("| command | seconds | peak MB |\n|---|---|---:|")
     slow = []
     for title, command, environment in rows:
         run(command, environment)
-        measured = [run(command, environment) for _ in range(options.repeats)]
+        measured = [run(command, environment) for _ in range(3)]
         times = ", ".join(f"{seconds:.2f}" for seconds, _ in measured)
         print(f"| `{title}` | {times} | {max(kib for _, kib in measured) * 1024 / 1e6:.0f} |")
         if min(seconds for seconds, _ in measured) > BUDGET_S:

@@ -7,8 +7,7 @@
 Each checkout has a process of its own. Both build the model, and then take turns: one call here, one there, of which
 the ratio is taken. A ratio below 1 says that this checkout is faster than the other one. The interval is that of the
 median (a sign test's, at 95%; with five pairs the extremes, 94%). Memory is the peak above start-up of two training
-steps in a fresh process of each checkout, as ``benchmarks/models.py --memory`` measures it; the median of
-``--repeats``.
+steps in a fresh process of each checkout, as ``benchmarks/models.py --memory`` measures it.
 
 ``--onnx`` compares the exported files instead: whether both checkouts write the same graph with the same weights, and
 where they do not, the times of the two in ONNX Runtime. Files are written to each checkout's ``bench/versions``.
@@ -16,7 +15,6 @@ where they do not, the times of the two in ONNX Runtime. Files are written to ea
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import hashlib
 import json
@@ -25,14 +23,14 @@ import shutil
 import statistics
 import subprocess
 import sys
-import time
+from argparse import SUPPRESS, ArgumentParser, RawDescriptionHelpFormatter
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def serve(checkout: Path, threads: int, keep_memory: bool) -> None:
+def serve(checkout: Path, threads: int) -> None:
     """Build and time models of a checkout as the orders on stdin say; an answer is a line of JSON on stdout."""
     sys.path.insert(0, str(checkout))
     import torch
@@ -41,8 +39,6 @@ def serve(checkout: Path, threads: int, keep_memory: bool) -> None:
     from benchmarks import models
 
     assert capszoo.__file__ is not None and Path(capszoo.__file__).is_relative_to(checkout)
-    if keep_memory:
-        capszoo.keep_freed_memory()
     torch.set_num_threads(threads)
     torch.set_flush_denormal(True)
     torch.manual_seed(0)
@@ -70,10 +66,9 @@ def serve(checkout: Path, threads: int, keep_memory: bool) -> None:
 class Checkout:
     """A process that measures models of one checkout."""
 
-    def __init__(self, folder: Path, threads: int, keep_memory: bool) -> None:
+    def __init__(self, folder: Path, threads: int) -> None:
         self.folder, self.threads = folder, threads
         command = [sys.executable, __file__, "--serve", str(folder), "--threads", str(threads)]
-        command += ["--keep-memory"] if keep_memory else []
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=folder
         )
@@ -88,13 +83,11 @@ class Checkout:
             raise SystemExit(f"error: {self.folder}: the measurement failed (its message is above)")
         return json.loads(answer)
 
-    def memory(self, spec: str, batch: int, repeats: int) -> float:
+    def memory(self, spec: str, batch: int) -> float:
         """MiB above start-up, by the checkout's own benchmarks/models.py."""
         from benchmarks.models import memory_in_subprocess
 
-        once = memory_in_subprocess.__wrapped__  # not the cached result
-        peaks = [once(spec, batch, self.threads, "cpu", checkout=self.folder)[1] for _ in range(repeats)]
-        return statistics.median(peaks)
+        return memory_in_subprocess(spec, batch, self.threads, "cpu", checkout=self.folder)[1]
 
     def close(self) -> None:
         assert self.process.stdin is not None
@@ -150,11 +143,8 @@ def compare_exported(
     before: Checkout, after: Checkout, spec: str, batches: list[int], iters: int
 ) -> list[str]:
     """Rows: "the same graph", or the times of both files at each batch size."""
-    import torch
-
     from benchmarks import models
-    from benchmarks.engines import median_interval
-    from capszoo.export.compare import OnnxRunner
+    from capszoo.export.compare import OnnxRunner, probe_input, time_runners
 
     files = []
     for side, checkout in (("before", before), ("after", after)):
@@ -168,29 +158,17 @@ def compare_exported(
     _, size = models.build(spec)
     runners = [OnnxRunner(str(file), before.threads) for file in files]
     for batch in batches:
-        images = torch.rand(models.batch_of(spec, batch), *size).numpy()
-        times: tuple[list[float], list[float]] = ([], [])
-        for turn in range(iters + 1):
-            for runner, found in zip(runners, times, strict=True):
-                time.sleep(0.05)  # the other runtime's threads spin for some milliseconds
-                runner(images)
-                start = time.perf_counter()
-                runner(images)
-                if turn:
-                    found.append(time.perf_counter() - start)
-        middle, low, high = median_interval([n / o for o, n in zip(*times, strict=True)])
-        ms = [statistics.median(found) * 1000 for found in times]
+        images = probe_input("random", (models.batch_of(spec, batch), *size))
+        old, new = time_runners(runners, images, iters)
         rows.append(
-            f"| `{spec}` | {len(images)} | ONNX Runtime, ms | {ms[0]:.1f} | {ms[1]:.1f} "
-            f"| {middle:.2f} ({low:.2f} to {high:.2f}) |"
+            f"| `{spec}` | {len(images)} | ONNX Runtime, ms | {old.milliseconds:.1f} | {new.milliseconds:.1f} "
+            f"| {new.ratio:.2f} |"
         )
     return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("before", type=Path, nargs="?", help="folder of the other checkout")
     parser.add_argument("--models", nargs="+", default=[], help="names or name:argument=value")
     parser.add_argument("--batch", type=int, nargs="+", default=[32])
@@ -199,19 +177,15 @@ def main() -> None:
     parser.add_argument("--train", action="store_true", help="training steps too")
     parser.add_argument("--memory", action="store_true", help="peak memory of training too")
     parser.add_argument("--onnx", action="store_true", help="compare the exported ONNX files instead")
-    parser.add_argument("--repeats", type=int, default=1, help="processes of a memory measurement")
-    parser.add_argument("--keep-memory", action="store_true", help="as training and evaluation do on a CPU")
-    parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--serve", type=Path, help=SUPPRESS)
     args = parser.parse_args()
     if args.serve:
-        serve(args.serve, args.threads, args.keep_memory)
+        serve(args.serve, args.threads)
         return
     if args.before is None or not (args.before / "capszoo").is_dir():
         parser.error("name the folder of another checkout of capszoo")
     sys.path.insert(0, str(ROOT))
-    before, after = (
-        Checkout(folder.resolve(), args.threads, args.keep_memory) for folder in (args.before, ROOT)
-    )
+    before, after = (Checkout(folder.resolve(), args.threads) for folder in (args.before, ROOT))
     print("| model | batch | | before | after | after / before |\n|---|---:|---|---:|---:|---:|", flush=True)
     for spec in args.models:
         if args.onnx:
@@ -221,7 +195,7 @@ def main() -> None:
             for train in (False, True) if args.train else (False,):
                 print(compare(before, after, spec, batch, train, args.iters), flush=True)
             if args.memory:
-                old, new = (checkout.memory(spec, batch, args.repeats) for checkout in (before, after))
+                old, new = (checkout.memory(spec, batch) for checkout in (before, after))
                 print(
                     f"| `{spec}` | {batch} | training, MiB | {old:.0f} | {new:.0f} | {new / old:.2f} |",
                     flush=True,

@@ -2,7 +2,6 @@
 
     python scripts/comparison.py --commands           # what to run: trials, then every head, every seed
     python scripts/comparison.py --collect FOLDER     # keep the metadata of the finished runs below a folder
-    python scripts/comparison.py --benchmark          # the command that measures times and memory
     python scripts/comparison.py                      # write docs/comparison.md (and its plot) from what is kept
 
 Every figure of the page comes from the metadata of a run or from that benchmark; a head without runs is marked.
@@ -14,11 +13,11 @@ full: the one with the best validation accuracy in a trial of four epochs, which
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import statistics
 import sys
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -30,13 +29,11 @@ sys.path.insert(0, str(ROOT))  # a plain checkout works too
 
 import capszoo
 from benchmarks import evidence, robustness
+from benchmarks.models import markdown
 from capszoo._pretrained.catalogue import checkpoints
-from capszoo._pretrained.info import WeightsInfo
 from capszoo.recipes.config import load_recipe
 from capszoo.recipes.training.run_folder import compared_settings
 from capszoo.summary import count_multiply_adds
-
-__all__ = ["HEADS", "Row", "collect", "commands", "holm", "page", "rows", "welch_interval"]
 
 KEPT = ROOT / "benchmarks" / "results" / "comparison"
 COST = ROOT / "benchmarks" / "results" / "comparison_cost.json"
@@ -246,28 +243,29 @@ def _spec(recipe: str) -> str:
 
 
 def cost_table(measured: Path = COST) -> list[str]:
-    """Ratios of every head's times to a CIFAR ResNet-18's, over those of ``avg``; memory; empty if not measured."""
-    if not measured.is_file():
-        return []
+    """Ratios of every head's times to a CIFAR ResNet-18's, over those of ``avg``; memory."""
     content = json.loads(measured.read_text(encoding="utf-8"))
     by_model = {row["model"]: row for row in content["rows"]}
     twin, settings = by_model[_spec(HEADS["avg"])], content["settings"]
-    lines = [
+    lines = []
+    for head, recipe in (HEADS | DEPTH2).items():
+        if row := by_model.get(_spec(recipe)):
+            times = (f"{row[key] / twin[key]:.2f}" for key in ("forward_ratio", "train_ratio"))
+            lines.append([head, *times, f"{row['peak_over_start_mib']:,.0f}"])
+        else:
+            lines.append([head, "not measured yet", "–", "–"])
+    return [
+        "",
         f"What a head costs: batch {settings['batch']}, float32, not compiled, {settings['processor']}. "
         f"Each time is the median of {settings['iters']} ratios to a CIFAR ResNet-18 timed in the same turn, divided "
         "by that of `avg`; memory is the peak of two training steps above that of the imports.",
         "",
-        "| head | forward | training step | training memory, MiB |",
-        "|---|---:|---:|---:|",
+        *markdown("head | forward | training step | training memory, MiB", lines),
+        "",
+        "```sh",
+        benchmark(),
+        "```",
     ]
-    for head, recipe in (HEADS | DEPTH2).items():
-        if _spec(recipe) not in by_model:
-            lines.append(f"| {head} | not measured yet | – | – |")
-            continue
-        row = by_model[_spec(recipe)]
-        forward, train = (row[key] / twin[key] for key in ("forward_ratio", "train_ratio"))
-        lines.append(f"| {head} | {forward:.2f} | {train:.2f} | {row['peak_over_start_mib']:,.0f} |")
-    return [*lines, "", "```sh", benchmark(), "```"]
 
 
 def _entropies(row: Row) -> list[float]:
@@ -278,12 +276,7 @@ def _entropies(row: Row) -> list[float]:
 
 def even_heads(found: list[Row]) -> list[str]:
     """Heads whose couplings stayed even in every run: to two decimals, their entropy is the maximum."""
-    return [row.head for row in found if _entropies(row) and min(_entropies(row)) >= 0.995]
-
-
-def _entropy(row: Row) -> str:
-    values = _entropies(row)
-    return f"{statistics.mean(values):.2f}" if values else "–"
+    return [row.head for row in found if min(_entropies(row), default=0) >= 0.995]
 
 
 def plus_minus(row: Row) -> str:
@@ -293,27 +286,26 @@ def plus_minus(row: Row) -> str:
 
 def table(found: list[Row]) -> list[str]:
     """The page's table."""
-    lines = [
-        "| head | parameters | multiply-adds, M | test top-1, % | runs | validation, % | training, % | entropy "
-        "| precision |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|---|",
-    ]
+    lines = []
     for row in found:
-        size = "– | –"
+        size = ["–", "–"]
         if row.recipe:
             parameters, adds = cost(row.recipe)
-            size = f"{parameters:,} | {adds:.1f}"
+            size = [f"{parameters:,}", f"{adds:.1f}"]
         if not row.runs:
-            lines.append(f"| {row.head} | {size} | no run yet | 0 | – | – | – | – |")
+            lines.append([row.head, *size, "no run yet", "0", *["–"] * 4])
             continue
         validation = statistics.mean(row.figures("validation"))
         training = statistics.mean(run["history"]["train_top1"][-1] for run in row.runs)
+        entropies = _entropies(row)
+        figures = [plus_minus(row), str(len(row.runs)), f"{validation:.2f}", f"{training:.2f}"]
+        figures.append(f"{statistics.mean(entropies):.2f}" if entropies else "–")
         precisions = ", ".join(sorted({run["recipe"]["precision"] for run in row.runs}))
-        lines.append(
-            f"| {row.head} | {size} | {plus_minus(row)} | {len(row.runs)} | {validation:.2f} | {training:.2f} "
-            f"| {_entropy(row)} | {precisions} |"
-        )
-    return lines
+        lines.append([row.head, *size, *figures, precisions])
+    head = (
+        "head | parameters | multiply-adds, M | test top-1, % | runs | validation, % | training, % | entropy"
+    )
+    return markdown(f"{head} | precision", lines, (0, 8))
 
 
 def welch_interval(first: Sequence[float], second: Sequence[float]) -> tuple[float, float, float]:
@@ -341,20 +333,19 @@ def conclusion(found: list[Row]) -> list[str]:
         return ["There are too few runs for a conclusion: it needs three seeds of `avg` and of another head."]
     by = {head: welch_interval(row.figures("test"), twin.figures("test")) for head, row in enough.items()}
     remain = holm({head: p for head, (_, _, p) in by.items()})
-    lines = [
-        f"Against average pooling ({plus_minus(twin)}), the difference of the means and half the width of its 95%",
-        "confidence interval (Welch's t, since every head has its own variance):",
-        "",
-        f"| head | difference, points | by its own interval | with Holm's correction for {len(enough)}, 5% |",
-        "|---|---:|---|---|",
-    ]
-    words = []
+    words, lines = [], []
     for head, (mean, half, _) in by.items():
         words.append(
             "no difference shown" if abs(mean) <= half else f"{'more' if mean > 0 else 'less'} accurate"
         )
-        corrected = "differs" if head in remain else "–"
-        lines.append(f"| {head} | {mean:+.2f} ± {half:.2f} | {words[-1]} | {corrected} |")
+        lines.append([head, f"{mean:+.2f} ± {half:.2f}", words[-1], "differs" if head in remain else "–"])
+    columns = f"difference, points | by its own interval | with Holm's correction for {len(enough)}, 5%"
+    lines = [
+        f"Against average pooling ({plus_minus(twin)}), the difference of the means and half the width of its 95%",
+        "confidence interval (Welch's t, since every head has its own variance):",
+        "",
+        *markdown(f"head | {columns}", lines, (0, 2, 3)),
+    ]
     lines.append("")
     if "more accurate" not in words:
         gains = {head: mean + half for head, (mean, half, _) in by.items()}
@@ -394,15 +385,15 @@ def rates_of_short_runs() -> str:
         job = evidence.Job("small", "rates", 100, head, False, len(evidence.SEEDS))
         found = {rate: kept[replace(job, rate=rate).key]["validation"] for rate in evidence.RATES}
         gains[head] = max(found[rate] for rate in evidence.RATES if rate != shared) - found[shared]
-    worse = ", ".join(f"`{head}` by {by:.1f} points" for head, by in gains.items() if by > 0)
-    least, most = max(gains, key=lambda head: gains[head]), min(gains, key=lambda head: gains[head])
     others = " and ".join(f"{rate:g}" for rate in evidence.RATES if rate != shared)
-    said = (
-        f"not the best for {worse}"
-        if worse
-        else f"the best for each of {len(gains)} heads: the better of {others} loses {-gains[least]:.1f} (`{least}`) "
-        f"to {-gains[most]:.1f} points (`{most}`)"
-    )
+    if worse := ", ".join(f"`{head}` by {by:.1f} points" for head, by in gains.items() if by > 0):
+        said = f"not the best for {worse}"
+    else:
+        (most, loss), *_, (least, gain) = sorted(gains.items(), key=lambda item: item[1])
+        said = (
+            f"the best for each of {len(gains)} heads: the better of {others} loses {-gain:.1f} (`{least}`) "
+            f"to {-loss:.1f} points (`{most}`)"
+        )
     size = evidence.SCALES["small"]
     return (
         f"By short runs on MNIST ({size.updates} updates, {size.validation} validation images, one seed: "
@@ -420,13 +411,12 @@ def rates_to_try(rows: list[Row], kept: Path = KEPT) -> str:
                 f"By trials of four epochs on CIFAR-10, the validation accuracy of `{row.head}` is {tried}."
             )
             continue
-        seconds = [run["train_seconds"] / 5 for run in row.runs]  # four of twenty epochs
-        cost = (
-            f", {len(evidence.RATES)} x {statistics.median(seconds) / 60:.0f} min of one core"
-            if seconds
-            else ""
-        )
-        waiting.append(f"`{row.head}`{cost}")
+        waiting.append(f"`{row.head}`")
+        if row.runs:
+            minutes = (
+                statistics.median(run["train_seconds"] for run in row.runs) / 5 / 60
+            )  # four of twenty epochs
+            waiting[-1] += f", {len(evidence.RATES)} x {minutes:.0f} min of one core"
     if waiting:
         lines.append(
             f"Trials of the rate on CIFAR-10 have not been run ({'; '.join(waiting)}): `scripts/comparison.py "
@@ -448,17 +438,14 @@ def page(kept: Path = KEPT) -> str:
         + shared_rate({row.head: row for row in found})
     )
     tried = [f"{head.removesuffix(', 2 layers')} {top1:.1f}%" for head, top1 in trials(kept).items()]
-    slow = "A trial of four epochs favours heads that learn quickly."
-    trial = (
-        ["", f"Trials with two capsule layers, validation accuracy: {', '.join(tried)}. {slow}"]
-        if tried
-        else []
-    )
-    plot = ["", "![accuracy against multiply-adds](comparison.svg)"] if _worth_drawing(found) else []
+    trial = [
+        "",
+        f"Trials with two capsule layers, validation accuracy: {', '.join(tried) or 'none yet'}. A trial of four "
+        "epochs favours heads that learn quickly.",
+    ]
     heads = ", ".join(f"`{head}`" for head in even_heads(found))
     more = "[Robustness](robustness.md#accuracy-for-other-iteration-counts) has other iteration counts."
     even = ["", f"Heads whose couplings stayed even (entropy 1.00): {heads}. {more}"] if heads else []
-    costs = cost_table()
     lines = [
         HEADER,
         "",
@@ -466,42 +453,37 @@ def page(kept: Path = KEPT) -> str:
         "",
         *table(found),
         *trial,
-        *plot,
+        "",
+        "![accuracy against multiply-adds](comparison.svg)",
         "",
         *conclusion(found),
         *corrupted_heads(),
         *even,
-        *([""] if costs else []),
-        *costs,
+        *cost_table(),
+        "",
     ]
-    return "\n".join([*lines, ""])
+    return "\n".join(lines)
 
 
 #: Checkpoints of the heads whose recipes have another name than in :data:`HEADS`.
 LONGER = {"routing_pool": "resnet20_routingpool.cifar10", "avg": "resnet20_routingpool.cifar10_avg"}
 
 
-def trained_longer() -> dict[str, WeightsInfo]:
-    """The checkpoints that were trained with the profile of the longer runs."""
-    return {
-        name: info
-        for name, info in checkpoints(aliases=False).items()
-        if info.raw["recipe"].get("profile") == "regularised"
-    }
-
-
 def corrupted_heads() -> list[str]:
     """Corrupted images and calibration of the longer runs of every head: a paragraph and a table."""
-    longer, measured = trained_longer(), robustness.current()
-    names = HEADS | LONGER
-    found = {head: measured[name] for head, name in names.items() if name in longer and name in measured}
+    known, measured = checkpoints(aliases=False), robustness.current()
+    found = {
+        head: measured[name]
+        for head, name in (HEADS | LONGER).items()
+        if name in measured and known[name].raw["recipe"].get("profile") == "regularised"
+    }
     if len(found) < 2:
         return []
     lines = []
     for head, row in found.items():
         images, ece = row["corruptions"], row["calibration"]
         cells = [images["clean"], images["mean"], ece["raw"]["ece"], ece["scaled"]["ece"]]
-        lines.append(f"| {head} | " + " | ".join(f"{value:.1f}" for value in cells) + " |")
+        lines.append([head, *(f"{value:.1f}" for value in cells)])
     return [
         "",
         "The heads were trained longer too, for 60 epochs with the profile `regularised`",
@@ -510,15 +492,8 @@ def corrupted_heads() -> list[str]:
         "[Robustness](robustness.md) has every checkpoint. There is one run of each: how much these figures vary with",
         "the seed was not measured.",
         "",
-        "| head | unchanged | corrupted, mean | ECE | ECE at T |",
-        "|---|---:|---:|---:|---:|",
-        *lines,
+        *markdown("head | unchanged | corrupted, mean | ECE | ECE at T", lines),
     ]
-
-
-def _worth_drawing(found: list[Row]) -> bool:
-    """Whether there is something to compare: runs of two heads."""
-    return sum(bool(row.runs) for row in found) > 1
 
 
 def draw(found: list[Row], path: Path = PLOT) -> None:
@@ -551,11 +526,8 @@ def write_page(path: Path, text: str, check: bool) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--commands", action="store_true", help="print the commands of all runs")
-    parser.add_argument("--benchmark", action="store_true", help="print the command of times and memory")
     parser.add_argument(
         "--collect", type=Path, metavar="FOLDER", help="keep the metadata of the runs below FOLDER"
     )
@@ -566,14 +538,11 @@ def main() -> int:
     if args.commands:
         print("\n".join(commands()))
         return 0
-    if args.benchmark:
-        print(benchmark())
-        return 0
     if args.collect:
         print("\n".join(collect(args.collect)) or f"no finished run of the comparison below {args.collect}")
     outdated = write_page(PAGE, page(), args.check)
-    if not args.check and _worth_drawing(found := rows()):
-        draw(found)
+    if not args.check:
+        draw(rows())
     return outdated
 
 

@@ -35,19 +35,10 @@ def main() -> None:
     OUT.mkdir(exist_ok=True)
     step("1. What are these digits?", "predict", MODEL, DIGITS, "--topk", "2")
     step("2. Another routing on the same digits", "predict", OTHER, DIGITS, "--topk", "1")
-    step(
-        "3. Where did the capsules look?",
-        "explain",
-        "heatmap",
-        MODEL,
-        f"{DIGITS}/digit_0.png",
-        "--out",
-        "demo/heat.png",
-    )
-    step(
-        "4. The same network as an ONNX file, verified against the original",
-        *("export", MODEL, "--out", f"demo/{MODEL}.onnx", "--verify-data", DIGITS),
-    )
+    picture = ("heatmap", MODEL, f"{DIGITS}/digit_0.png", "--out", "demo/heat.png")
+    step("3. Where did the capsules look?", "explain", *picture)
+    file = ("--out", f"demo/{MODEL}.onnx", "--verify-data", DIGITS)
+    step("4. The same network as an ONNX file, verified against the original", "export", MODEL, *file)
     print("\nThe files lie here:")
     for path in sorted(OUT.iterdir()):
         print(f"  demo/{path.name}  ({path.stat().st_size / 1024:,.0f} KiB)")

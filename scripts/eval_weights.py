@@ -13,6 +13,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a plain checkout works too
 
 import capszoo
+from capszoo.errors import CapszooError
 from capszoo.recipes.evaluate import evaluate
 from capszoo.recipes.evaluation.metrics import reproduced
 
@@ -24,7 +25,11 @@ def main(arguments: list[str]) -> int:
     args = parser.parse_args(arguments)
     same = []
     for name in capszoo.list_pretrained():
-        result = evaluate(name, data=args.data, device=args.device)
+        try:
+            result = evaluate(name, data=args.data, device=args.device)
+        except CapszooError as error:  # such as a data set that is not there
+            print(f"error: {error}", file=sys.stderr)
+            return 2
         stated, top1, n = result["stated"], result["top1"], result["n"]
         same.append(stated is not None and reproduced(stated, top1, n))
         print(

@@ -8,43 +8,27 @@ Every figure comes from a record in benchmarks/results/evidence; a claim without
 
 from __future__ import annotations
 
-import argparse
 import math
 import statistics
 import sys
-from collections.abc import Callable, Iterable
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # a plain checkout works too
 
-from benchmarks.evidence import (
-    CORRUPTED,
-    DIGIT_CHECKPOINTS,
-    HEAD_CHECKPOINTS,
-    KEPT,
-    RATES,
-    SCALES,
-    SEEDS,
-    TIMES,
-    VARIANTS,
-    jobs,
-    kept,
-    measurements,
-    missing,
-    missing_measurements,
-)
+from benchmarks import evidence
+from benchmarks.models import markdown
 from capszoo._pretrained.catalogue import checkpoints
 from capszoo.recipes.evaluation.adversarial import MASKED
 from scripts.comparison import holm, welch_interval, write_page
 
-__all__ = ["PAGE", "page", "plots"]
-
 PAGE, PICTURES = ROOT / "docs" / "evidence.md", ROOT / "docs" / "pictures"
 SCALE = "small"
+SIZE = evidence.SCALES[SCALE]
 
 CLAIMS = {
     "pose": "The pose of a class capsule says how its object is turned or shifted",
@@ -82,41 +66,49 @@ class Trained:
     sign: int = 1
 
 
-AFTER = f"After {CORRUPTED} images of each class"
+AFTER = f"After {evidence.CORRUPTED} images of each class"
 TRAINED = {
-    "few": Trained("few", "test", "With {} a class", tuple(sorted(SCALES[SCALE].few))),
+    "few": Trained("few", "test", "With {} a class", tuple(sorted(SIZE.few))),
     "rotation": Trained("rotation", "unseen", "Within ±30°, tested at 30 to 60° in either sense"),
     "affine": Trained("affine", "affnist", "Shifted digits, tested on affine ones (affNIST, regenerated)"),
     "overlap": Trained("overlap", "test", "Two digits of one image, both to be named (MultiMNIST)"),
-    "corruption": Trained("few", "corrupted", f"{AFTER}, mean of twelve corruptions", (CORRUPTED,)),
+    "corruption": Trained("few", "corrupted", f"{AFTER}, mean of twelve corruptions", (evidence.CORRUPTED,)),
     "calibration": Trained(
         "few",
         "ece",
         f"{AFTER}, unchanged images: expected calibration error of the softmax of the scores, without a temperature",
-        (CORRUPTED,),
+        (evidence.CORRUPTED,),
         "calibration error",
         -1,
     ),
 }
 
 
-def records(claim: str, folder: Path = KEPT) -> dict[str, dict[str, Any]]:
+def records(claim: str, folder: Path = evidence.KEPT) -> dict[str, dict[str, Any]]:
     """Key without the scale -> record, of the page's scale."""
     prefix = f"{SCALE}/"
     return {
-        key.removeprefix(prefix): row for key, row in kept(claim, folder).items() if key.startswith(prefix)
+        key.removeprefix(prefix): row
+        for key, row in evidence.kept(claim, folder).items()
+        if key.startswith(prefix)
     }
 
 
 def head_of(model: str) -> str:
     """The head of a checkpoint on the CIFAR ResNet-20, else its name."""
-    return next((head for head, name in HEAD_CHECKPOINTS.items() if name == model), f"`{model}`")
+    return next((head for head, name in evidence.HEAD_CHECKPOINTS.items() if name == model), f"`{model}`")
 
 
-def measured(claim: str, folder: Path) -> list[tuple[str, dict[str, Any]]]:
+#: Name and record of measured checkpoints.
+Rows = list[tuple[str, dict[str, Any]]]
+#: Name, value and interval of the figures of a checkpoint.
+Figures = Iterable[tuple[str, float, tuple[float, float]]]
+
+
+def measured(claim: str, folder: Path) -> Rows:
     """Name and record of every measured checkpoint, in the order of the runs; not of weights that were replaced."""
     rows, known = records(claim, folder), checkpoints(aliases=False)
-    models = (*HEAD_CHECKPOINTS.values(), *DIGIT_CHECKPOINTS)
+    models = (*evidence.HEAD_CHECKPOINTS.values(), *evidence.DIGIT_CHECKPOINTS)
     current = (model for model in models if model in rows and rows[model]["sha256"] == known[model].sha256)
     return [(head_of(model), rows[model]) for model in current]
 
@@ -136,6 +128,33 @@ def between(interval: tuple[float, float], digits: int = 2) -> str:
     return f"{number(interval[0], digits)} to {number(interval[1], digits)}"
 
 
+def dots(
+    panel: Any, rows: Rows, names: Sequence[str], gap: float, found: Callable[[dict[str, Any]], Figures]
+) -> None:
+    """A row for each network, with a dot and its interval for each name that has a figure."""
+    for place, (_, row) in enumerate(rows):
+        for name, figure, (low, high) in found(row["result"]):
+            at, colour = place + gap * (names.index(name) - (len(names) - 1) / 2), _colour(names, name)
+            panel.plot([low, high], [at, at], color=colour, lw=1)
+            panel.plot([figure], [at], "o", color=colour, ms=3)
+    _names(panel, rows)
+
+
+def _colour(names: Sequence[str], name: str) -> str:
+    return "0.7" if name == "pixels" else f"C{names.index(name)}"
+
+
+def legend(panel: Any, names: Sequence[str], **where: Any) -> None:
+    for name in names:
+        panel.plot([], [], "o", color=_colour(names, name), label=name)
+    panel.legend(fontsize=7, **where)
+
+
+def _names(panel: Any, rows: Rows) -> None:
+    panel.set_yticks(range(len(rows)), [name.strip("`") for name, _ in rows], fontsize=7)
+    panel.invert_yaxis()
+
+
 # -- poses ----------------------------------------------------------------------------------------------------------
 
 OF_NETWORK = ("class poses", "class activations", "pooled features")
@@ -152,39 +171,29 @@ def _r2(score: dict[str, Any] | None) -> str:
     return f"{number(score['r2'])} ({between(score['interval'])})" if score else "–"
 
 
-def pose_lines(folder: Path) -> list[str]:
+def pose_lines(rows: Rows) -> list[str]:
     """Verdict and table of the pose probe."""
-    rows = measured("pose", folder)
-    above_activations, above_pooled, compared = [], [], []
-    lines = []
+    cases, above_activations, above_pooled, cells, pixels = 0, 0, 0, [], {}
     for name, row in rows:
         scores = pose_scores(row)
-        cells = [_r2(scores.get((change, source))) for change in CHANGES for source in OF_NETWORK]
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+        pixels[row["dataset"]] = ", ".join(_r2(scores[change, "pixels"]) for change in CHANGES)
+        cells.append(
+            [name, *(_r2(scores.get((change, source))) for change in CHANGES for source in OF_NETWORK)]
+        )
         if name in ("avg", "routing_pool") or ("shift", "class poses") not in scores:
             continue
         for change in CHANGES:
-            pose, activation, pooled = (scores[change, source] for source in OF_NETWORK)
-            compared.append((name, change))
-            if pose["interval"][0] > activation["interval"][1]:
-                above_activations.append((name, change))
-            if pose["interval"][0] > pooled["interval"][1]:
-                above_pooled.append((name, change))
-    if not rows:
-        return ["Not run yet."]
+            pose, activation, pooled = (scores[change, source]["interval"] for source in OF_NETWORK)
+            cases += 1
+            above_activations += pose[0] > activation[1]
+            above_pooled += pose[0] > pooled[1]
     n, fitted = (counts_of(row["result"][key] for _, row in rows) for key in ("n", "fitted"))
-    pixels = {
-        row["dataset"]: [_r2(pose_scores(row)[change, "pixels"]) for change in CHANGES] for _, row in rows
-    }
-    from_pixels = "; ".join(f"of `{dataset}`: {', '.join(cells)}" for dataset, cells in pixels.items())
-    verdict = (
-        "A linear map reads more of a rotation or a shift from the class poses than from the class activations in "
-        f"{_of(len(above_activations), len(compared))} cases (networks with class capsules, times the two changes) "
-        f"and more than from the pooled features of the same network in {_of(len(above_pooled), len(compared))}. A "
-        "case counts where the 95% intervals do not overlap."
-    )
+    from_pixels = "; ".join(f"of `{dataset}`: {found}" for dataset, found in pixels.items())
     return [
-        verdict,
+        "A linear map reads more of a rotation or a shift from the class poses than from the class activations in "
+        f"{_of(above_activations, cases)} cases (networks with class capsules, times the two changes) "
+        f"and more than from the pooled features of the same network in {_of(above_pooled, cases)}. A "
+        "case counts where the 95% intervals do not overlap.",
         "",
         f"R² of a ridge regression and its 95% interval, fitted on {fitted} moved test images, measured on {n} others "
         "(±60°, and ±15% of the side: [definition](robustness.md#poses)). The head checkpoints share a trunk and a "
@@ -192,43 +201,25 @@ def pose_lines(folder: Path) -> list[str]:
         "poses are contributions of groups of channels to each class: they are not counted. Pixels, which need no "
         f"network, give for rotation and shift {from_pixels}.",
         "",
-        "| network | "
-        + " | ".join(f"{change}: {source}" for change in CHANGES for source in OF_NETWORK)
-        + " |",
-        "|---|" + "---:|" * 6,
-        *lines,
+        *markdown(
+            ["network", *(f"{change}: {source}" for change in CHANGES for source in OF_NETWORK)], cells
+        ),
     ]
 
 
-def draw_pose(axes: Any, folder: Path) -> None:
+def draw_pose(axes: Any, rows: Rows) -> None:
     """R² of the shift by source, and of the rotation."""
-    rows = measured("pose", folder)
-    colours = {"class poses": "C0", "class activations": "C1", "pooled features": "C2", "pixels": "0.7"}
+
+    def found(result: dict[str, Any]) -> Figures:
+        return [
+            (one["source"], one["r2"], one["interval"]) for one in result["scores"] if one["change"] == change
+        ]
+
     for panel, change in zip(axes, CHANGES, strict=True):
-        for place, (_, row) in enumerate(rows):
-            scores = pose_scores(row)
-            for offset, source in enumerate(SOURCES):
-                if (change, source) in scores:
-                    _point(
-                        panel, scores[change, source], "r2", place + 0.18 * (offset - 1.5), colours[source]
-                    )
+        dots(panel, rows, SOURCES, 0.18, found)
         panel.set_xlabel(f"R² of the {change}, 95% interval")
         panel.axvline(0, color="0.8", zorder=0)
-        _names(panel, rows)
-    for source, colour in colours.items():
-        axes[0].plot([], [], "o", color=colour, label=source)
-    axes[0].legend(fontsize=7, loc="upper right")
-
-
-def _point(panel: Any, one: dict[str, Any], key: str, place: float, colour: str) -> None:
-    low, high = one["interval"]
-    panel.plot([low, high], [place, place], color=colour, lw=1)
-    panel.plot([one[key]], [place], "o", color=colour, ms=3)
-
-
-def _names(panel: Any, rows: list[tuple[str, dict[str, Any]]]) -> None:
-    panel.set_yticks(range(len(rows)), [name.strip("`") for name, _ in rows], fontsize=7)
-    panel.invert_yaxis()
+    legend(axes[0], SOURCES, loc="upper right")
 
 
 # -- deletion -------------------------------------------------------------------------------------------------------
@@ -236,27 +227,24 @@ def _names(panel: Any, rows: list[tuple[str, dict[str, Any]]]) -> None:
 METHODS = ("couplings", "gradient", "occlusion")
 
 
-def deletion_lines(folder: Path) -> list[str]:
+def deletion_lines(rows: Rows) -> list[str]:
     """Verdict and table of the deletion test."""
-    rows = measured("deletion", folder)
-    if not rows:
-        return ["Not run yet."]
-    lines, with_map, better, worse = [], [], [], []
+    cells, with_map, better, worse = [], [], [], []
     for name, row in rows:
         by = {one["method"]: one for one in row["result"]["methods"]}
-        cells = [f"{by['gradient']['random']:.3f}"]
-        for method in METHODS:
-            one = by[method]
-            cells.append(
-                "–" if one["gain"] is None else f"{one['gain']:+.3f} ({between(one['interval'], 3)})"
-            )
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+        gains = [
+            "–"
+            if by[method]["gain"] is None
+            else f"{by[method]['gain']:+.3f} ({between(by[method]['interval'], 3)})"
+            for method in METHODS
+        ]
+        cells.append([name, f"{by['gradient']['random']:.3f}", *gains])
         if by["couplings"]["gain"] is not None:
             with_map.append(name)
             low, high = by["couplings"]["interval"]
             better += [name] if low > 0 else []
             worse += [name] if high < 0 else []
-    which = f" ({_listed(better)})" if better else ""
+    which = f" ({', '.join(better)})" if better else ""
     return [
         "Blackening the tiles that the routing's map marks most lowers the probability more than random order does in "
         f"{_of(len(better), len(with_map))} networks{which}, and less in {_of(len(worse), len(with_map))} "
@@ -270,26 +258,21 @@ def deletion_lines(folder: Path) -> list[str]:
         "vote, `em` and `self_routing` with the activation of the child. The couplings of `dynamic` and `idpa` "
         "are nearly even ([entropy](comparison.md)), so that what the map of `dynamic` marks are the lengths.",
         "",
-        "| network | random order | couplings | gradient | occlusion |",
-        "|---|---:|---:|---:|---:|",
-        *lines,
+        *markdown(["network", "random order", *METHODS], cells),
     ]
 
 
-def draw_deletion(axes: Any, folder: Path) -> None:
+def draw_deletion(axes: Any, rows: Rows) -> None:
     """Gain over random order by map."""
-    (panel,) = axes
-    rows = measured("deletion", folder)
-    for place, (_, row) in enumerate(rows):
-        for offset, one in enumerate(row["result"]["methods"]):
-            if one["gain"] is not None:
-                _point(panel, one, "gain", place + 0.2 * (offset - 1), f"C{offset}")
-    for offset, method in enumerate(METHODS):
-        panel.plot([], [], "o", color=f"C{offset}", label=method)
-    panel.axvline(0, color="0.5", zorder=0)
-    panel.set_xlabel("area over the curve, less that of random order")
-    panel.legend(fontsize=7)
-    _names(panel, rows)
+
+    def found(result: dict[str, Any]) -> Figures:
+        known = (one for one in result["methods"] if one["gain"] is not None)
+        return [(one["method"], one["gain"], one["interval"]) for one in known]
+
+    dots(axes[0], rows, METHODS, 0.2, found)
+    axes[0].axvline(0, color="0.5", zorder=0)
+    axes[0].set_xlabel("area over the curve, less that of random order")
+    legend(axes[0], METHODS)
 
 
 # -- outliers -------------------------------------------------------------------------------------------------------
@@ -298,23 +281,20 @@ SCORES = ("max probability", "energy", "max activation", "reconstruction", "coup
 OF_CAPSULES = SCORES[2:]
 
 
-def ood_lines(folder: Path) -> list[str]:
+def ood_lines(rows: Rows) -> list[str]:
     """Verdict and table of outliers."""
-    rows = measured("ood", folder)
-    if not rows:
-        return ["Not run yet."]
-    lines, better, compared = [], [], []
+    cells, better, compared = [], [], 0
     for name, row in rows:
         by = {one["score"]: one for one in row["result"]["scores"]}
-        cells = [
+        shown = (
             f"{by[s]['auroc']:.3f} ({between(by[s]['interval'], 3)})" if s in by else "–" for s in SCORES
-        ]
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
-        for score in OF_CAPSULES:
-            if score in by and name not in ("avg", "routing_pool", "conv"):
-                compared.append((name, score))
-                if by[score]["interval"][0] > by["max probability"]["interval"][1]:
-                    better.append(f"{score} of {name}")
+        )
+        cells.append([name, *shown])
+        if name not in ("avg", "routing_pool", "conv"):
+            own = [score for score in OF_CAPSULES if score in by]
+            compared += len(own)
+            least = by["max probability"]["interval"][1]
+            better += [f"{score} of {name}" for score in own if by[score]["interval"][0] > least]
     which = f" ({', '.join(better)})" if better else ""
     sets = {
         f"{result['n']} of `{row['dataset']}` and {result['others']} of `{result['dataset']}`"
@@ -323,40 +303,34 @@ def ood_lines(folder: Path) -> list[str]:
     }
     return [
         "A score that only capsules have (length, reconstruction, coupling entropy) tells images of another data set "
-        f"better than the largest probability of the same network in {_of(len(better), len(compared))} cases{which}.",
+        f"better than the largest probability of the same network in {_of(len(better), compared)} cases{which}.",
         "",
         f"AUROC and its 95% interval for {'; for '.join(sorted(sets))}. 0.5 is chance. Scores as "
         "[defined](robustness.md#outliers). The energy needs logits that are not normalised, the reconstruction a "
         "decoder. Below 0.5 a score has the other sense: there, couplings are more even for the network's own images.",
         "",
-        "| network | " + " | ".join(SCORES) + " |",
-        "|---|" + "---:|" * len(SCORES),
-        *lines,
+        *markdown(["network", *SCORES], cells),
     ]
 
 
-def draw_ood(axes: Any, folder: Path) -> None:
+def draw_ood(axes: Any, rows: Rows) -> None:
     """AUROC by score."""
-    (panel,) = axes
-    rows = measured("ood", folder)
-    for place, (_, row) in enumerate(rows):
-        for one in row["result"]["scores"]:
-            offset = SCORES.index(one["score"])
-            _point(panel, one, "auroc", place + 0.15 * (offset - 2), f"C{offset}")
-    for offset, score in enumerate(SCORES):
-        panel.plot([], [], "o", color=f"C{offset}", label=score)
-    panel.axvline(0.5, color="0.5", zorder=0)
-    panel.set_xlabel("AUROC, 95% interval")
-    panel.legend(fontsize=7)
-    _names(panel, rows)
+
+    def found(result: dict[str, Any]) -> Figures:
+        return [(one["score"], one["auroc"], one["interval"]) for one in result["scores"]]
+
+    dots(axes[0], rows, SCORES, 0.15, found)
+    axes[0].axvline(0.5, color="0.5", zorder=0)
+    axes[0].set_xlabel("AUROC, 95% interval")
+    legend(axes[0], SCORES)
 
 
 # -- attacks --------------------------------------------------------------------------------------------------------
 
 
-def attack_verdict(rows: list[tuple[str, dict[str, Any]]], n: str) -> str:
+def attack_verdict(rows: Rows, n: str) -> str:
     """What the attacks say of the heads, against average pooling at each radius."""
-    heads = {name: row["result"]["radii"] for name, row in rows if name in HEAD_CHECKPOINTS}
+    heads = {name: row["result"]["radii"] for name, row in rows if name in evidence.HEAD_CHECKPOINTS}
     others = {name: radii for name, radii in heads.items() if name not in ("avg", "conv")}
     if "avg" not in heads or not others:
         return f"There are too few runs for a comparison with `avg` (n = {n})."
@@ -373,11 +347,8 @@ def attack_verdict(rows: list[tuple[str, dict[str, Any]]], n: str) -> str:
     )
 
 
-def attack_lines(folder: Path) -> list[str]:
+def attack_lines(rows: Rows) -> list[str]:
     """Table of the attacks."""
-    rows = measured("attack", folder)
-    if not rows:
-        return ["Not run yet."]
     lines = []
     for name, row in rows:
         radii = row["result"]["radii"]
@@ -405,14 +376,16 @@ def attack_lines(folder: Path) -> list[str]:
     ]
 
 
-def draw_attack(axes: Any, folder: Path) -> None:
+def draw_attack(axes: Any, rows: Rows) -> None:
     """Accuracy at the smaller radius."""
-    (panel,) = axes
-    rows = measured("attack", folder)
-    for place, (_, row) in enumerate(rows):
-        _point(panel, row["result"]["radii"][0], "accuracy", place, "C0")
-    panel.set_xlabel("accuracy, %, at eps 2/255 (CIFAR-10) or 0.1")
-    _names(panel, rows)
+    dots(
+        axes[0],
+        rows,
+        [""],
+        0,
+        lambda found: [("", found["radii"][0]["accuracy"], found["radii"][0]["interval"])],
+    )
+    axes[0].set_xlabel("accuracy, %, at eps 2/255 (CIFAR-10) or 0.1")
 
 
 # -- masked gradients ------------------------------------------------------------------------------------------------
@@ -423,11 +396,8 @@ STEPS_SHOWN = (0, 0.5, 2, 8)
 STANDS = {"own": "its own gradients", "transfer": "those of avg"}
 
 
-def masking_lines(folder: Path) -> list[str]:
+def masking_lines(rows: Rows) -> list[str]:
     """Verdict and tables of the gradients' test."""
-    rows = measured("masking", folder)
-    if not rows:
-        return ["Not run yet."]
     sizes, n = rows[0][1]["result"]["sizes"], counts_of(row["result"]["n"] for _, row in rows)
     steps, radii = rows[0][1]["result"]["steps"], [one["eps"] for one in rows[0][1]["result"]["radii"]]
     flat, fooled, lines, stand = [], [], [], []
@@ -436,14 +406,10 @@ def masking_lines(folder: Path) -> list[str]:
         rises = [value > last for last, value in zip(found["loss"], found["loss"][1:], strict=False)]
         above = [a > b for a, b in zip(found["loss"][1:], found["random"][1:], strict=True)]
         flat += [] if all(rises[: sizes.index(2)]) and all(above) else [name]
-        cells = [
-            f"{number(a)} / {number(b)}"
-            for size, a, b in zip(sizes, found["loss"], found["random"], strict=True)
-            if size in STEPS_SHOWN
-        ]
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
-        counts = [f"{one['own']} / {one['transfer']} / {one['only_transfer']}" for one in found["radii"]]
-        stand.append(f"| {name} | " + " | ".join(counts) + " |")
+        losses = {size: pair for size, *pair in zip(sizes, found["loss"], found["random"], strict=True)}
+        lines.append([name, *(" / ".join(map(number, losses[size])) for size in STEPS_SHOWN)])
+        counts = (f"{one['own']} / {one['transfer']} / {one['only_transfer']}" for one in found["radii"])
+        stand.append([name, *counts])
         if name != "avg" and max(one["only_transfer"] for one in found["radii"]) > MASKED * found["n"]:
             fooled.append(name)
     which = f" ({', '.join(fooled)})" if fooled else ""
@@ -458,23 +424,18 @@ def masking_lines(folder: Path) -> list[str]:
         "step in 255ths. A loss that does not rise along its gradient, and a foreign gradient that does more than the "
         "head's own, are the signs of masked gradients.",
         "",
-        "| head | " + " | ".join(f"{size:g}" for size in STEPS_SHOWN) + " |",
-        "|---|" + "---:|" * len(STEPS_SHOWN),
-        *lines,
+        *markdown(["head", *(f"{size:g}" for size in STEPS_SHOWN)], lines),
         "",
         f"Images of {n} that stand after {steps} steps of [PGD](robustness.md#attacks) by the head's own gradients / "
         f"after {steps} steps by those of `avg` / that stand after the former and fall to the latter.",
         "",
-        "| head | " + " | ".join(f"eps {255 * eps:.0f}/255" for eps in radii) + " |",
-        "|---|" + "---:|" * len(radii),
-        *stand,
+        *markdown(["head", *(f"eps {255 * eps:.0f}/255" for eps in radii)], stand),
     ]
 
 
-def draw_masking(axes: Any, folder: Path) -> None:
+def draw_masking(axes: Any, rows: Rows) -> None:
     """Loss by the length of a step; images that stand after each attack."""
     curves, bars = axes
-    rows = measured("masking", folder)
     for place, (name, row) in enumerate(rows):
         found, colour = row["result"], f"C{place}"
         sizes = [str(size) for size in found["sizes"]]
@@ -504,8 +465,10 @@ def trained(claim: str, setting: int, folder: Path) -> dict[str, list[dict[str, 
     """Variant -> records of its seeds."""
     one, found = TRAINED[claim], {}
     rows = {key: row for key, row in records(one.runs, folder).items() if one.figure in row}
-    for head, even in dict.fromkeys((job.head, job.even) for job in jobs(SCALE) if job.claim == one.runs):
-        keys = (f"{setting}/{head}{'/even' if even else ''}/{seed}" for seed in SEEDS)
+    for head, even in dict.fromkeys(
+        (job.head, job.even) for job in evidence.jobs(SCALE) if job.claim == one.runs
+    ):
+        keys = (f"{setting}/{head}{'/even' if even else ''}/{seed}" for seed in evidence.SEEDS)
         found[variant(head, even)] = [rows[key] for key in keys if key in rows]
     return found
 
@@ -557,8 +520,8 @@ def compared(claim: str, setting: int, folder: Path, matched: bool = False) -> l
             sides = [figures(head), figures(twin)]
             if not (trainable(head, folder) and trainable(twin, folder)):
                 untrained.append(head)
-            elif min(map(len, sides)) < len(SEEDS):
-                short += [head] if len(rows[head]) == len(rows[twin]) == len(SEEDS) else []
+            elif min(map(len, sides)) < len(evidence.SEEDS):
+                short += [head] if len(rows[head]) == len(rows[twin]) == len(evidence.SEEDS) else []
             else:
                 by[head] = welch_interval(*sides)
         differ = holm({head: p for head, (_, _, p) in by.items()})
@@ -569,7 +532,7 @@ def compared(claim: str, setting: int, folder: Path, matched: bool = False) -> l
 def trained_lines(claim: str, folder: Path) -> list[str]:
     """Verdict and tables of a trained claim, for each of its settings."""
     one, lines, tables = TRAINED[claim], [], []
-    level = SCALES[SCALE].levels.get(claim, (None, 0))[0]
+    level = SIZE.levels.get(claim, (None, 0))[0]
     for setting in one.settings:
         if not any(trained(claim, setting, folder).values()):
             continue
@@ -593,22 +556,18 @@ def _table(claim: str, setting: int, folder: Path, early: bool, pair: list[Compa
         name: [state for run in runs if (state := run["matched"] if early else run)]
         for name, runs in trained(claim, setting, folder).items()
     }
-    lines = [
-        f"| head | {one.name}, % | validation, % | less `avg` | {one.name} with even couplings, % | less even |",
-        "|---|" + "---:|" * 5,
-    ]
+    lines = []
     for head, states in rows.items():
         if head.endswith(", even"):
             continue
         validation = f"{statistics.mean(state['validation'] for state in states):.1f}" if states else "–"
         twin = _plus_minus([state[one.figure] for state in rows.get(variant(head, True), [])])
         cells = [_plus_minus([state[one.figure] for state in states]), validation, _difference(avg, head)]
-        lines.append("| " + " | ".join([head, *cells, twin, _difference(even, head)]) + " |")
-    return lines
-
-
-def _twin(kind: str) -> str:
-    return "its even twin" if kind == "even" else "`avg`"
+        lines.append([head, *cells, twin, _difference(even, head)])
+    about = (
+        f"head | {one.name}, % | validation, % | less `avg` | {one.name} with even couplings, % | less even"
+    )
+    return markdown(about, lines)
 
 
 def _verdict(tables: list[tuple[str, Compared]]) -> str:
@@ -624,7 +583,8 @@ def _verdict(tables: list[tuple[str, Compared]]) -> str:
     ]
     verb = "holds" if len(which) < 2 else "hold"
     listed = f" ({'; '.join(which)} points)" if which else ""
-    return f"Of {count} differences to {_twin(tables[0][1].twin)}, {len(which) or 'none'} {verb}{listed}."
+    twin = "its even twin" if tables[0][1].twin == "even" else "`avg`"
+    return f"Of {count} differences to {twin}, {len(which) or 'none'} {verb}{listed}."
 
 
 def _difference(found: Compared, head: str) -> str:
@@ -639,30 +599,27 @@ def _difference(found: Compared, head: str) -> str:
 def _plus_minus(values: list[float]) -> str:
     if not values:
         return "–"
-    if len(values) < len(SEEDS):
+    if len(values) < len(evidence.SEEDS):
         return f"{statistics.mean(values):.2f} (n = {len(values)})"
     return f"{statistics.mean(values):.2f} ± {statistics.stdev(values):.2f}"
 
 
-def _draw_trained(claim: str) -> Callable[[Any, Path], None]:
-    def draw(axes: Any, folder: Path) -> None:
-        (panel,) = axes
-        one, level = TRAINED[claim], SCALES[SCALE].levels.get(claim, (0, 0))[0]
-        for place, setting in enumerate(one.settings):
-            rows = {name: runs for name, runs in trained(claim, setting, folder).items() if runs}
-            label = f"{setting} a class" if len(one.settings) > 1 else "end of training"
-            _over_seeds(panel, rows, one.figure, color=f"C{place}", fmt="o", label=label)
-            if level:
-                states = {name: [run["matched"] or {} for run in runs] for name, runs in rows.items()}
-                _over_seeds(
-                    panel, states, one.figure, color="0.6", fmt="s", label=f"at {level:g}% of validation"
-                )
-        panel.set_xlabel(f"{one.name}, %, ± standard deviation over the seeds")
-        panel.invert_yaxis()
-        if level or len(one.settings) > 1:
-            panel.legend(fontsize=7)
-
-    return draw
+def draw_trained(axes: Any, claim: str, folder: Path) -> None:
+    """Means over the seeds at the end of training, and where validation reached the claim's level."""
+    (panel,) = axes
+    one, level = TRAINED[claim], SIZE.levels.get(claim, (0, 0))[0]
+    for place, setting in enumerate(one.settings):
+        rows = {name: runs for name, runs in trained(claim, setting, folder).items() if runs}
+        label = f"{setting} a class" if len(one.settings) > 1 else "end of training"
+        _over_seeds(panel, rows, one.figure, color=f"C{place}", fmt="o", label=label)
+        if level:
+            states = {name: [run["matched"] or {} for run in runs] for name, runs in rows.items()}
+            label = f"at {level:g}% of validation"
+            _over_seeds(panel, states, one.figure, color="0.6", fmt="s", label=label)
+    panel.set_xlabel(f"{one.name}, %, ± standard deviation over the seeds")
+    panel.invert_yaxis()
+    if level or len(one.settings) > 1:
+        panel.legend(fontsize=7)
 
 
 def _over_seeds(panel: Any, rows: dict[str, list[dict[str, Any]]], figure: str, **style: Any) -> None:
@@ -676,46 +633,41 @@ def _over_seeds(panel: Any, rows: dict[str, list[dict[str, Any]]], figure: str, 
 
 # -- the page -------------------------------------------------------------------------------------------------------
 
-LINES: dict[str, Callable[[Path], list[str]]] = {
-    "pose": pose_lines,
-    "deletion": deletion_lines,
-    "ood": ood_lines,
-    **{claim: partial(trained_lines, claim) for claim in TRAINED},
-    "attack": attack_lines,
-    "masking": masking_lines,
+#: Of a claim that is measured on checkpoints: its lines, its drawing, and the number of panels.
+MEASURED: dict[str, tuple[Callable[[Rows], list[str]], Callable[[Any, Rows], None], int]] = {
+    "pose": (pose_lines, draw_pose, 2),
+    "deletion": (deletion_lines, draw_deletion, 1),
+    "ood": (ood_lines, draw_ood, 1),
+    "attack": (attack_lines, draw_attack, 1),
+    "masking": (masking_lines, draw_masking, 2),
 }
-#: Drawing of a claim, the number of its panels.
-DRAWN: dict[str, tuple[Callable[[Any, Path], None], int]] = {
-    "pose": (draw_pose, 2),
-    "deletion": (draw_deletion, 1),
-    "ood": (draw_ood, 1),
-    **{claim: (_draw_trained(claim), 1) for claim in TRAINED},
-    "attack": (draw_attack, 1),
-    "masking": (draw_masking, 2),
-}
+
+
+def lines_of(claim: str, folder: Path) -> list[str]:
+    """Verdict and tables of a claim."""
+    if claim in TRAINED:
+        return trained_lines(claim, folder)
+    rows = measured(claim, folder)
+    return MEASURED[claim][0](rows) if rows else ["Not run yet."]
 
 
 def _of(count: int, all_of: int) -> str:
     return f"{count} of {all_of}" if count else f"none of {all_of}"
 
 
-def _listed(names: list[str]) -> str:
-    return ", ".join(names)
-
-
 def progress(folder: Path) -> dict[str, tuple[int, int]]:
     """Claim -> runs that are kept, and all of them."""
-    everything = [(one.claim, one.key) for one in measurements(SCALE)]
-    everything += [(job.claim, job.key) for job in jobs(SCALE)]
+    everything = [(one.claim, one.key) for one in evidence.measurements(SCALE)]
+    everything += [(job.claim, job.key) for job in evidence.jobs(SCALE)]
     found = {}
     for claim in (*CLAIMS, "rates"):
         if claim in TRAINED:
             runs = [trained(claim, setting, folder) for setting in TRAINED[claim].settings]
             counts = [len(some) for rows in runs for some in rows.values()]
-            found[claim] = (sum(counts), len(SEEDS) * len(counts))
+            found[claim] = (sum(counts), len(evidence.SEEDS) * len(counts))
             continue
         keys = [key for own, key in everything if own == claim]
-        rows = kept(claim, folder)
+        rows = evidence.kept(claim, folder)
         found[claim] = (sum(key in rows for key in keys), len(keys))
     return found
 
@@ -751,7 +703,7 @@ def overall(folder: Path) -> list[str]:
                         side.setdefault(where, []).append(head)
         if count:
             which = [
-                f" ({'; '.join(f'{where}: {_listed(heads)}' for where, heads in some.items())})"
+                f" ({'; '.join(f'{where}: ' + ', '.join(heads) for where, heads in some.items())})"
                 if some
                 else ""
                 for some in (better, worse)
@@ -764,7 +716,7 @@ def overall(folder: Path) -> list[str]:
             ]
     if lines:
         lines.append(
-            f"Such a comparison has {len(SEEDS)} seeds and {SCALES[SCALE].test:,} test images, and counts where "
+            f"Such a comparison has {len(evidence.SEEDS)} seeds and {SIZE.test:,} test images, and counts where "
             "Welch's t is significant at 5% with Holm's correction over the heads of a claim. Half the width of its "
             f"95% interval is {statistics.median(widths):.1f} points (median), so that smaller differences are open."
         )
@@ -786,16 +738,16 @@ def summary(folder: Path) -> list[str]:
         paragraph.append(f"Partly run: {', '.join(partly)}.")
     if waiting:
         paragraph.append(f"Not tested yet: {'; '.join(waiting)}.")
-    verdicts = [f"- {LINES[claim](folder)[0]}" for claim in CLAIMS if claim not in TRAINED and done[claim][0]]
+    verdicts = [f"- {lines_of(claim, folder)[0]}" for claim in MEASURED if done[claim][0]]
     return [" ".join(paragraph), "", "Of checkpoints of the zoo:", "", *verdicts]
 
 
 def left(folder: Path) -> list[str]:
     """What has not been run: its command, and about what it costs."""
     waiting: dict[str, list[float]] = {}
-    for one, seconds in missing_measurements(SCALE, folder):
+    for one, seconds in evidence.missing_measurements(SCALE, folder):
         waiting.setdefault(one.claim, []).append(seconds)
-    for job, seconds in missing(SCALE, folder):
+    for job, seconds in evidence.missing(SCALE, folder):
         waiting.setdefault(job.claim, []).append(seconds)
     return [
         f"- {len(seconds)} run{'s' if len(seconds) > 1 else ''}: `python benchmarks/evidence.py {claim}`, about "
@@ -804,12 +756,11 @@ def left(folder: Path) -> list[str]:
     ]
 
 
-def page(folder: Path = KEPT) -> str:
+def page(folder: Path = evidence.KEPT) -> str:
     """docs/evidence.md."""
-    scale = SCALES[SCALE]
     done = progress(folder)
-    rates = ", ".join(f"{rate:g}" for rate in RATES)
-    longer = ", ".join(f"{times * scale.updates} for `{claim}`" for claim, times in TIMES.items())
+    rates = ", ".join(f"{rate:g}" for rate in evidence.RATES)
+    longer = ", ".join(f"{times * SIZE.updates} for `{claim}`" for claim, times in evidence.TIMES.items())
     lines = [
         "# When do capsules help?",
         "",
@@ -826,9 +777,9 @@ def page(folder: Path = KEPT) -> str:
         "result that an interval leaves open stays open.",
         "",
         "Networks that are trained for this page: the CIFAR ResNet-20 with eight heads on MNIST at "
-        f"{scale.size}×{scale.size} pixels, {scale.updates} updates of {scale.batch} images ({longer}), SGD, cosine, "
-        f"the best of the rates {rates} for each head by {scale.validation} validation images, {len(SEEDS)} seeds, "
-        f"the last weights, {scale.test:,} test images. Even is the same head with "
+        f"{SIZE.size}×{SIZE.size} pixels, {SIZE.updates} updates of {SIZE.batch} images ({longer}), SGD, cosine, "
+        f"the best of the rates {rates} for each head by {SIZE.validation} validation images, "
+        f"{len(evidence.SEEDS)} seeds, the last weights, {SIZE.test:,} test images. Even is the same head with "
         "`even_couplings`: the same parameters, no routing. `routing_pool` without routing is `avg`. `self_routing` "
         "has no such twin, since its couplings are its scores. A difference is that of the means of three seeds in "
         "points, with half its 95% interval (Welch). It holds, and is bold, where it is significant at 5% with Holm's "
@@ -836,7 +787,7 @@ def page(folder: Path = KEPT) -> str:
         "seed of both reached that validation accuracy.",
     ]
     for claim, text in CLAIMS.items():
-        lines += ["", f"## {text}", "", *LINES[claim](folder)]
+        lines += ["", f"## {text}", "", *lines_of(claim, folder)]
         if done[claim][0]:
             lines += ["", f"![{text}](pictures/evidence_{claim}.svg)"]
     lines += [
@@ -852,7 +803,7 @@ def page(folder: Path = KEPT) -> str:
     return "\n".join([*lines, ""])
 
 
-def plots(folder: Path = KEPT, out: Path = PICTURES) -> list[Path]:
+def plots(folder: Path = evidence.KEPT, out: Path = PICTURES) -> list[Path]:
     """Draw every claim that has runs."""
     import matplotlib
 
@@ -860,13 +811,17 @@ def plots(folder: Path = KEPT, out: Path = PICTURES) -> list[Path]:
 
     written = []
     done = progress(folder)
-    for claim, (draw, panels) in DRAWN.items():
+    for claim in CLAIMS:
         if not done[claim][0]:
             continue
-        rows = len(measured(claim, folder)) or len(VARIANTS)
-        figure = new_figure(4.6 * panels + 1.2, 1.4 + 0.32 * rows)
+        _, draw, panels = MEASURED.get(claim, (None, None, 1))
+        rows = measured(claim, folder)
+        figure = new_figure(4.6 * panels + 1.2, 1.4 + 0.32 * (len(rows) or len(evidence.VARIANTS)))
         axes = figure.subplots(1, panels, squeeze=False)[0]
-        draw(axes, folder)
+        if draw:
+            draw(axes, rows)
+        else:
+            draw_trained(axes, claim, folder)
         path = out / f"evidence_{claim}.svg"
         with matplotlib.rc_context({"svg.hashsalt": "evidence"}):  # the same records, the same file
             figure.savefig(path, metadata={"Date": None})
@@ -875,9 +830,7 @@ def plots(folder: Path = KEPT, out: Path = PICTURES) -> list[Path]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument(
         "--check", action="store_true", help="write nothing; fail where the page is out of date"
     )

@@ -12,13 +12,14 @@ the same.
 
 from __future__ import annotations
 
-import argparse
 import csv
 import io
 import json
 import math
 import re
 import sys
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +30,9 @@ from timm.models import model_entrypoint
 
 import capszoo
 from benchmarks import heads, photos, robustness
+from benchmarks.models import markdown
 from capszoo._pretrained.catalogue import CATALOGUE, checkpoints, stated
-from capszoo._pretrained.info import (
-    WeightsInfo,
-    default_weights,
-)
+from capszoo._pretrained.info import WeightsInfo, default_weights
 from capszoo.data import dataset_spec
 from capszoo.models._papers import PAPERS, PaperFigure
 from capszoo.recipes.config import BACKBONE, MACHINE_KEYS, list_profiles, list_recipes, load_recipe
@@ -54,7 +53,7 @@ from capszoo.recipes.release.paper_results import (
 )
 from capszoo.summary import summarise
 from scripts.comparison import rows
-from scripts.pictures import stale_curves, stale_pictures, write_curves, write_picture
+from scripts.pictures import stale_drawings, write_drawing
 
 
 def first_line(name: str) -> str:
@@ -79,28 +78,15 @@ def replace_block(text: str, block: str, content: str) -> str:
     return f"{before}{start}{content.rstrip()}\n{end}{after}"
 
 
-def filled(page: Path, blocks: dict[str, str]) -> str:
-    """The text of a page with each block replaced by its content."""
-    text = page.read_text(encoding="utf-8")
-    for block, content in blocks.items():
-        text = replace_block(text, block, content)
-    return text
-
-
 def model_table() -> str:
     """The registry as a markdown table."""
-    lines = [
-        "| model | parameters | input | description, and the paper's results | paper |",
-        "|---|---:|---:|---|---|",
-    ]
+    lines = []
     for name in capszoo.list_models():
         info = capszoo.model_info(name)
-        size = "×".join(map(str, info.input_size))
-        papers = ", ".join(map(paper_link, info.paper_ids))
-        lines.append(
-            f"| `{name}` | {info.num_params:,} | {size} | {first_line(name).rstrip('.')} | {papers} |"
-        )
-    return "\n".join(lines)
+        size, papers = "×".join(map(str, info.input_size)), ", ".join(map(paper_link, info.paper_ids))
+        lines.append([f"`{name}`", f"{info.num_params:,}", size, first_line(name).rstrip("."), papers])
+    head = "model | parameters | input | description, and the paper's results | paper"
+    return "\n".join(markdown(head, lines, (0, 3, 4)))
 
 
 #: The checkpoints in the README: a network of each kind, and what it is compared with; docs/models.md has all.
@@ -122,13 +108,13 @@ README_WEIGHTS = (
 
 def weights_table() -> str:
     """The README's checkpoints: data set, accuracy, the paper's result."""
-    lines = ["| weights | data set | top-1, % | paper's top-1, % |", "|---|---|---:|---|"]
+    lines = []
     for name in README_WEIGHTS:
         info = checkpoints(aliases=False)[name]
         accuracy = f"{info.raw['metrics']['test']['top1']:.2f}{_unless_top1(info)}{seeds_note(info)}"
         papers = "; ".join(map(_paper_accuracy, paper_figures(info))) or "–"
-        lines.append(f"| `{name}` | {info.raw['dataset']['name']} | {accuracy} | {papers} |")
-    return "\n".join(lines)
+        lines.append([f"`{name}`", info.raw["dataset"]["name"], accuracy, papers])
+    return "\n".join(markdown("weights | data set | top-1, % | paper's top-1, %", lines, (0, 1, 3)))
 
 
 def _paper_accuracy(figure: PaperFigure) -> str:
@@ -152,10 +138,7 @@ def defaults_table() -> str:
 
 def results_table() -> str:
     """The checkpoints and their measured results, from the metadata beside the weights."""
-    lines = [
-        "| weights | data set | top-1, % | trained | paper's top-1, % | parameters with decoder |",
-        "|---|---|---:|---|---|---:|",
-    ]
+    lines = []
     for name, info in checkpoints(aliases=False).items():
         stated = info.metadata
         test = stated.metrics["test"]
@@ -165,31 +148,18 @@ def results_table() -> str:
             on_backbone = start.startswith(BACKBONE)
             trained += " on a pretrained backbone" if on_backbone else " after those of an earlier run"
         accuracy = f"{test.top1:.2f}{_unless_top1(info)}{seeds_note(info)}"
-        lines.append(
-            f"| `{name}` | {stated.dataset.name} | {accuracy} | {trained} | {'; '.join(same) or 'none'} "
-            f"| {stated.num_params:,} |"
-        )
-    return "\n".join(lines)
+        papers = "; ".join(same) or "none"
+        lines.append([f"`{name}`", stated.dataset.name, accuracy, trained, papers, f"{stated.num_params:,}"])
+    head = "weights | data set | top-1, % | trained | paper's top-1, % | parameters with decoder"
+    return "\n".join(markdown(head, lines, (0, 1, 3, 4)))
 
 
 def results_csv() -> str:
     """The checkpoints in the columns of timm's results files, then the data set, what is counted, and n."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(
-        (
-            "model",
-            "top1",
-            "top1_err",
-            "top5",
-            "top5_err",
-            "param_count",
-            "img_size",
-            "crop_pct",
-            "interpolation",
-        )
-        + ("dataset", "metric", "n")
-    )
+    columns = "model top1 top1_err top5 top5_err param_count img_size crop_pct interpolation dataset metric n"
+    writer.writerow(columns.split())
     for name, info in checkpoints(aliases=False).items():
         stated = info.metadata
         test = stated.metrics["test"]
@@ -375,51 +345,46 @@ def rtx_cell(built: dict[str, Any]) -> str:
 def export_table() -> str:
     """Every model as ONNX: size, difference, ONNX Runtime against eager PyTorch, TensorRT-RTX."""
     measured, rtx = stored("export.json"), stored("trt_rtx.json")
-    rows = {row["model"]: row for row in measured.get("rows", [])}
-    lines = [
-        "| model | nodes | file, MB | largest difference | batch 1: ms | eager / ORT "
-        "| ORT / ResNet-18 | batch 16: ms | eager / ORT | ORT / ResNet-18 | TensorRT-RTX |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---|",
-    ]
+    rows = {row["model"]: row for row in measured["rows"]}
+    lines = []
     for name in capszoo.list_models():
         cells = [f"`{name}`"]
-        row = rows.get(name)
-        if row is None:
-            cells += ["–"] * 9
-        else:
+        if row := rows.get(name):
             cells += [str(row["nodes"]), f"{row['file_bytes'] / 1e6:.1f}", f"{row['max_rel_diff']:.0e}"]
-            for batch in ("1", "16"):
-                at = row["times"].get(batch)
-                if at:
-                    cells += [f"{at['ms']:.1f}", f"{at['eager']:.2f}", f"{1 / at['resnet18']:.2f}"]
-                else:
-                    cells += ["–"] * 3
-        lines.append("| " + " | ".join([*cells, rtx_cell(rtx.get(name, {}))]) + " |")
-    settings = ", ".join(f"{key} {value}" for key, value in measured.get("settings", {}).items())
-    return "\n".join([*lines, "", f"Measured with {settings or 'nothing yet'}."])
+        else:
+            cells += ["–"] * 3
+        for batch in ("1", "16"):
+            if at := row and row["times"].get(batch):
+                cells += [f"{at['ms']:.1f}", f"{at['eager']:.2f}", f"{1 / at['resnet18']:.2f}"]
+            else:
+                cells += ["–"] * 3
+        lines.append([*cells, rtx_cell(rtx.get(name, {}))])
+    settings = ", ".join(f"{key} {value}" for key, value in measured["settings"].items())
+    head = "model | nodes | file, MB | largest difference" + "".join(
+        f" | batch {batch}: ms | eager / ORT | ORT / ResNet-18" for batch in (1, 16)
+    )
+    table = markdown(f"{head} | TensorRT-RTX", lines, (0, 10))
+    return "\n".join([*table, "", f"Measured with {settings}."])
 
 
 def benchmark_table() -> str:
     """Time and memory of every model in PyTorch."""
-    lines = [
-        "| model | batch | M multiply-adds | forward, ms | × ResNet-18 | training step, ms | × ResNet-18 "
-        "| memory, MiB | × ResNet-18 |",
-        "|---|" + "---:|" * 8,
-    ]
+    keys = (
+        "batch",
+        "mega_macs",
+        "forward_ms",
+        "forward_ratio",
+        "train_ms",
+        "train_ratio",
+        "peak_over_start_mib",
+    )
+    digits = ("d", ".0f", ".1f", ".2f", ".1f", ".2f", ",.0f", ".2f")
+    lines = []
     for row in stored("models.json")["rows"]:
-        cells = (
-            f"`{row['model']}`",
-            str(row["batch"]),
-            f"{row['mega_macs']:.0f}",
-            f"{row['forward_ms']:.1f}",
-            f"{row['forward_ratio']:.2f}",
-            f"{row['train_ms']:.1f}",
-            f"{row['train_ratio']:.2f}",
-            f"{row['peak_over_start_mib']:,.0f}",
-            f"{row['peak_ratio']:.2f}",
-        )
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        figures = (format(row[key], form) for key, form in zip((*keys, "peak_ratio"), digits, strict=True))
+        lines.append([f"`{row['model']}`", *figures])
+    head = "model | batch | M multiply-adds | forward, ms | × ResNet-18 | training step, ms | × ResNet-18"
+    return "\n".join(markdown(f"{head} | memory, MiB | × ResNet-18", lines))
 
 
 def outputs() -> dict[Path, str]:
@@ -450,14 +415,17 @@ def outputs() -> dict[Path, str]:
     return {
         CATALOGUE: catalogue(),
         ROOT / "docs" / "results.csv": results_csv(),
-        **{page: filled(page, content) for page, content in blocks.items()},
+        **{
+            page: reduce(
+                lambda text, block: replace_block(text, *block), content.items(), page.read_text("utf-8")
+            )
+            for page, content in blocks.items()
+        },
     }
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument(
         "--check", action="store_true", help="write nothing; fail where a file is out of date"
     )
@@ -468,14 +436,10 @@ def main() -> int:
             stale.append(str(path.relative_to(ROOT)))
             if not check:
                 path.write_text(content, encoding="utf-8")
-    for path in stale_curves(ROOT / "docs"):
+    for path, drawing in stale_drawings(ROOT / "docs").items():
         stale.append(str(path.relative_to(ROOT)))
         if not check:
-            write_curves(path)
-    for path in stale_pictures(ROOT / "docs"):
-        stale.append(str(path.relative_to(ROOT)))
-        if not check:
-            write_picture(path)
+            write_drawing(path, drawing)
     if stale:
         print(
             f"{'out of date' if check else 'written'}: {', '.join(stale)}"

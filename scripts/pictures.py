@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cache
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from torch import Tensor
 import capszoo
 from capszoo._pretrained.catalogue import checkpoints
 from capszoo._pretrained.info import WeightsInfo
-from capszoo.data import ImageSet
+from capszoo.data import dataset_spec
 from capszoo.errors import CapszooError
 from capszoo.explain import explain, save_figure, save_heat_grid
 from capszoo.explain.heat_map import MEANINGS
@@ -62,20 +62,6 @@ KINDS = {
 }
 
 
-def stale_files(
-    sources: Mapping[Path, str], there: Iterable[Path], states: Callable[[Path, str], bool]
-) -> list[Path]:
-    """Stale drawn files: those that are missing or have another source, then those to remove.
-
-    Args:
-        sources: source of each file.
-        there: the existing files.
-        states: whether a file states that it was drawn from this source.
-    """
-    stale = [path for path, source in sources.items() if not path.is_file() or not states(path, source)]
-    return stale + [path for path in there if path not in sources]
-
-
 def picture_file(docs: Path, name: str, kind: str) -> Path:
     """Path of a picture of a checkpoint."""
     return docs / "pictures" / f"{name}.{kind}.png"
@@ -85,7 +71,7 @@ def kinds_of(info: WeightsInfo) -> list[str]:
     """The pictures of a checkpoint: none without stored images of its data set."""
     if not is_packed(_data_name(info)):
         return []
-    heat = ["heat"] if _has_heat_map(info.name) and not _is_misleading(info.name) else []
+    heat = ["heat"] if _has_heat_map(info.name) else []
     decoded = info.model_args.get("decoder") and _data_name(info) not in NOT_DECODED
     return heat + (["decoded"] if decoded else [])
 
@@ -107,8 +93,11 @@ def _described(info: WeightsInfo) -> tuple[Any, ...]:
 
 @cache
 def _has_heat_map(name: str) -> bool:
-    """Whether the network of a checkpoint routes; the twins without capsules or with even couplings do not."""
-    if _without_weights(name).coupling_layouts():
+    """Whether the network routes, by none of ``NOT_SHOWN``; twins without capsules or with even couplings do not."""
+    net = _without_weights(name)
+    if any(type(module).__module__.startswith(NOT_SHOWN) for module in net.modules()):
+        return False
+    if net.coupling_layouts():
         return True
     info = checkpoints(aliases=False)[name]
     net = create_for(*_described(info))  # EncapNets have heat maps without couplings
@@ -119,102 +108,86 @@ def _has_heat_map(name: str) -> bool:
     return True
 
 
-def _is_misleading(name: str) -> bool:
-    """Whether the network of a checkpoint has a routing of ``NOT_SHOWN``."""
-    return any(type(module).__module__.startswith(NOT_SHOWN) for module in _without_weights(name).modules())
-
-
 def _data_name(info: WeightsInfo) -> str:
     return info.metadata.trained.data.name
 
 
-def _source(info: WeightsInfo, kind: str) -> str:
+#: What a file was drawn from, as it states it, and what draws it.
+Drawing = tuple[str, Callable[[Path, str], object]]
+
+
+def drawings(docs: Path) -> dict[Path, Drawing]:
+    """The pictures and curves that the docs show."""
+    found: dict[Path, Drawing] = {docs / "pictures" / FIRST: (_source(FIRST_OF, "explain"), _draw_first)}
+    for name, info in checkpoints(aliases=False).items():
+        for kind in kinds_of(info):
+            draw = partial(_draw_heat if kind == "heat" else _draw_decoded, info)
+            found[picture_file(docs, name, kind)] = (_source(name, kind), draw)
+        if info.metadata.history:
+            history = hashlib.sha256(json.dumps(info.metadata.history).encode()).hexdigest()[:16]
+            about = f"training of {name}, history {history}, style 2"
+            found[docs / "curves" / f"{name}.svg"] = (about, partial(_draw_curves, info))
+    return found
+
+
+def _source(name: str, kind: str) -> str:
     """Source of a picture's data, as stated in the picture."""
-    return f"{kind} of {info.name}, weights {info.sha256[:16]}, style {STYLES[kind]}"
+    return f"{kind} of {name}, weights {checkpoints(aliases=False)[name].sha256[:16]}, style {STYLES[kind]}"
 
 
-def stale_pictures(docs: Path) -> list[Path]:
-    """Pictures that are missing or drawn from other weights, or of a checkpoint that no longer exists."""
-    sources = {
-        picture_file(docs, info.name, kind): _source(info, kind)
-        for info in checkpoints(aliases=False).values()
-        for kind in kinds_of(info)
-    }
-    sources[docs / "pictures" / FIRST] = _source(checkpoints(aliases=False)[FIRST_OF], "explain")
+def stale_drawings(docs: Path) -> dict[Path, Drawing | None]:
+    """What is missing or drawn from another source; without a drawing, what is to be removed."""
+    wanted = drawings(docs)
     there = [path for kind in KINDS for path in sorted((docs / "pictures").glob(f"*.{kind}.png"))]
-    return stale_files(sources, there, _states)
+    there += sorted((docs / "curves").glob("*.svg"))
+    stale: dict[Path, Drawing | None] = {
+        path: drawing
+        for path, drawing in wanted.items()
+        if not path.is_file() or not _states(path, drawing[0])
+    }
+    return stale | {path: None for path in there if path not in wanted}
 
 
 def _states(path: Path, source: str) -> bool:
+    if path.suffix == ".svg":
+        return source in path.read_text(encoding="utf-8")
     with Image.open(path) as picture:
         return picture.info.get("Description") == source
 
 
-def write_picture(path: Path) -> None:
-    """Draw one of :func:`stale_pictures`, or remove it if it is obsolete or its checkpoint no longer exists."""
-    if path.name == FIRST:
-        found = capszoo.load(FIRST_OF, device="cpu").explain(ROOT / "capszoo" / "assets" / "digit_3.png")
-        save_figure(found, path, _source(checkpoints(aliases=False)[FIRST_OF], "explain"))
-        return
-    name, _, kind = path.stem.rpartition(".")
-    info = checkpoints(aliases=False).get(name)
-    if info is None or kind not in kinds_of(info):
+def write_drawing(path: Path, drawing: Drawing | None) -> None:
+    """Draw one of :func:`stale_drawings`, or remove it."""
+    if drawing is None:
         path.unlink()
         return
-    images = packed(ROOT, _data_name(info))
-    (_draw_heat if kind == "heat" else _draw_decoded)(info, images, path, _source(info, kind))
+    about, draw = drawing
+    path.parent.mkdir(exist_ok=True)
+    draw(path, about)
 
 
-def _batches(images: ImageSet, name: str) -> tuple[torch.nn.Module, Iterator[tuple[Tensor, Tensor]]]:
-    target = prepare(name, images, device="cpu")
+def _draw_first(path: Path, about: str) -> None:
+    found = capszoo.load(FIRST_OF, device="cpu").explain(ROOT / "capszoo" / "assets" / "digit_3.png")
+    save_figure(found, path, about)
+
+
+def _draw_curves(info: WeightsInfo, path: Path, about: str) -> None:
+    draw_curves(path, info.name, records_of(info.metadata.history), Description=about)
+
+
+def _batches(info: WeightsInfo) -> tuple[torch.nn.Module, Iterator[tuple[Tensor, Tensor]]]:
+    target = prepare(info.name, packed(ROOT, _data_name(info)), device="cpu")
     return target.net, ((batch.images, batch.labels) for batch in target.batches(100))
 
 
-def _draw_heat(info: WeightsInfo, images: ImageSet, path: Path, about: str) -> None:
-    net, batches = _batches(images, info.name)
+def _draw_heat(info: WeightsInfo, path: Path, about: str) -> None:
+    net, batches = _batches(info)
     found = [explain(net, image, name=info.name) for image in next(batches)[0][:COUNT]]
     title = f"{info.name}: the first {COUNT} test images, with predicted class and probability"
     save_heat_grid(found, path, title, about)
 
 
-def _draw_decoded(info: WeightsInfo, images: ImageSet, path: Path, about: str) -> None:
-    net, batches = _batches(images, info.name)
-    if images.spec.multi_label:
-        save_overlaps(overlaps(net, batches, RIGHT, WRONG), path, about, f"{info.name}: {DECODED}")
-        return
-    found = answers(net, batches, RIGHT, WRONG)
-    if not found:
-        raise CapszooError(f"{info.name} answered nothing", "its weights or the packed images are damaged")
-    save_answers(found, path, about, f"{info.name}: {DECODED}")
-
-
-def curve_file(docs: Path, name: str) -> Path:
-    """Path of the picture of a checkpoint's training."""
-    return docs / "curves" / f"{name}.svg"
-
-
-def _curve_source(info: WeightsInfo) -> str:
-    """Source of a picture's data, as stated in the picture."""
-    history = json.dumps(info.metadata.history)
-    return f"training of {info.name}, history {hashlib.sha256(history.encode()).hexdigest()[:16]}, style 2"
-
-
-def stale_curves(docs: Path) -> list[Path]:
-    """Pictures that are missing, or drawn from another history, or of a checkpoint that no longer exists."""
-    sources = {
-        curve_file(docs, name): _curve_source(info)
-        for name, info in checkpoints(aliases=False).items()
-        if info.metadata.history
-    }
-    there = sorted((docs / "curves").glob("*.svg"))
-    return stale_files(sources, there, lambda path, source: source in path.read_text(encoding="utf-8"))
-
-
-def write_curves(path: Path) -> None:
-    """Draw the picture again, or remove it if its checkpoint no longer exists."""
-    info = checkpoints(aliases=False).get(path.stem)
-    if info is None:
-        path.unlink()
-        return
-    path.parent.mkdir(exist_ok=True)
-    draw_curves(path, info.name, records_of(info.metadata.history), Description=_curve_source(info))
+def _draw_decoded(info: WeightsInfo, path: Path, about: str) -> None:
+    net, batches = _batches(info)
+    both = dataset_spec(_data_name(info)).multi_label
+    found, save = (overlaps, save_overlaps) if both else (answers, save_answers)
+    save(found(net, batches, RIGHT, WRONG), path, about, f"{info.name}: {DECODED}")

@@ -3,8 +3,6 @@
     python scripts/queue_runs.py list                             # the runs of queue.yaml, and how far each has come
     python scripts/queue_runs.py train --data DATA --minutes 25   # the next ones, started runs first
     python scripts/queue_runs.py train TAG --state DIR            # this one; take runs from DIR, write them there
-    python scripts/queue_runs.py pack runs/TAG DIR                # DIR/TAG: the run in files of at most 16 MB
-    python scripts/queue_runs.py unpack DIR/TAG runs/TAG          # on another machine
 
 ``train`` skips finished runs, and seeds whose result is in the zoo if the zoo's checkpoint reaches the target or was
 trained with the same settings; naming a recipe trains these, too. A packed run has the newest checkpoint (weights,
@@ -14,7 +12,6 @@ weights bit for bit on the same type of processor.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import io
 import json
@@ -22,9 +19,9 @@ import os
 import signal
 import sys
 import tarfile
-import tempfile
 import threading
 import time
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +34,7 @@ import torch
 import yaml
 
 from capszoo._pretrained.catalogue import checkpoints
+from capszoo._utils.files import replacing
 from capszoo.data.folders.common import usable_cores
 from capszoo.errors import CapszooError
 from capszoo.recipes.config import load_recipe
@@ -145,16 +143,10 @@ def pack(run: Path, parent: Path, part_bytes: int = PART_BYTES) -> Path:
             tar.add(file, str(file.relative_to(run)))
     content = buffer.getvalue()
     manifest = {"position": [finished, step], "sha256": hashlib.sha256(content).hexdigest()}
-    parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=parent, prefix=".pack") as temporary:
-        new = Path(temporary) / "new"
-        new.mkdir()
+    with replacing(target, folder=True) as new:
         for start in range(0, len(content), part_bytes):
             (new / f"run.tar.{start // part_bytes:03d}").write_bytes(content[start : start + part_bytes])
         (new / "manifest.json").write_text(json.dumps(manifest) + "\n")
-        if target.exists():
-            target.rename(Path(temporary) / "old")
-        new.rename(target)
     return target
 
 
@@ -173,14 +165,11 @@ def unpack(folder: Path, run: Path) -> None:
     content = b"".join(part.read_bytes() for part in sorted(folder.glob("run.tar.*")))
     if hashlib.sha256(content).hexdigest() != manifest["sha256"]:
         raise CapszooError(f"{folder} is damaged: its parts do not have the checksum of the manifest")
-    run.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=run.parent, prefix=".unpack") as temporary:
-        with tarfile.open(fileobj=io.BytesIO(content)) as tar:
-            tar.extractall(Path(temporary) / "run", filter="data")
-        (Path(temporary) / "run").rename(run)
+    with replacing(run, folder=True) as new, tarfile.open(fileobj=io.BytesIO(content)) as tar:
+        tar.extractall(new, filter="data")
 
 
-def train(args: argparse.Namespace, runs: Sequence[Run]) -> None:
+def train(args: Namespace, runs: Sequence[Run]) -> None:
     """Train the runs that are not finished, until the time is over, and pack all of them."""
     for run in runs if args.state else ():
         if packed_position(args.state / run.folder.name) > run.position:
@@ -222,9 +211,8 @@ def show(runs: Sequence[Run]) -> None:
         print(f"{run.folder.name:44} {epochs:>9} {cells}")
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+def parse(argv: Sequence[str] | None) -> Namespace:
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     cores = min(GPU_RUNS if torch.cuda.is_available() else 2, usable_cores())
     for name in ("list", "train"):
@@ -239,22 +227,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--minutes", type=float, default=10**5, help="then stop all runs; it may take 3 minutes"
     )
     command.add_argument("--state", type=Path, help="take runs from this folder, and write them there")
-    for name, first, second in (("pack", "RUN", "DIR"), ("unpack", "DIR/RUN", "RUN")):
-        command = commands.add_parser(name)
-        command.add_argument("source", type=Path, metavar=first)
-        command.add_argument("target", type=Path, metavar=second)
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     try:
-        if args.command == "pack":
-            pack(args.source, args.target)
-            return 0
-        if args.command == "unpack":
-            unpack(args.source, args.target)
-            return 0
         items = read_queue()
         if unknown := set(args.recipes) - {item.tag for item in items}:
             raise CapszooError(f"{QUEUE} has no {', '.join(sorted(unknown))}")

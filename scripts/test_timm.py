@@ -28,31 +28,23 @@ def fetch(folder: Path, timm_version: str) -> None:
     """
     print(f"downloading the source distribution of timm {timm_version}", flush=True)
     with tempfile.TemporaryDirectory() as download:
-        command = [
-            sys.executable,
-            "-m",
-            "pip",
-            "download",
-            "--quiet",
-            "--no-deps",
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+        command += [
             "--disable-pip-version-check",
+            "--no-binary",
+            "timm",
+            f"timm=={timm_version}",
+            "--dest",
+            download,
         ]
-        command += ["--no-binary", "timm", f"timm=={timm_version}", "--dest", download]
         if subprocess.run(command).returncode:
             sys.exit(f"error: pip could not download the source distribution of timm {timm_version}")
-        archives = list(Path(download).glob("timm-*.tar.gz"))
-        if not archives:
-            sys.exit(f"error: pip downloaded no source archive of timm {timm_version}")
-        with tarfile.open(archives[0]) as archive:
+        with tarfile.open(next(Path(download).glob("timm-*.tar.gz"))) as archive:
             for name in WANTED:
                 try:
-                    member = archive.extractfile(f"timm-{timm_version}/{name}")
+                    archive.extract(f"timm-{timm_version}/{name}", folder.parent, filter="data")
                 except KeyError:
                     sys.exit(f"error: the source distribution of timm {timm_version} carries no {name}")
-                assert member is not None
-                target = folder / name
-                target.parent.mkdir(parents=True, exist_ok=True)
-                target.write_bytes(member.read())
 
 
 def main(arguments: list[str]) -> int:

@@ -63,9 +63,8 @@ def test_a_run_is_kept_and_not_repeated(tiny: Any, tmp_path: Path) -> None:
     for job in [job for job in tiny.jobs("small") if job.claim == "rates" and job.even]:
         record = tiny.run(job, None, torch.device("cpu"), tmp_path)
         assert "test" not in record and record["even"] and record["n"] == {"validation": 40, "test": 30}
-    rates = [
-        tiny.kept("rates", tmp_path)[f"small/100/em/even/3/{rate:g}"]["validation"] for rate in tiny.RATES
-    ]
+    trials = tiny.kept("rates", tmp_path)
+    rates = [trials[f"small/100/em/even/3/{rate:g}"]["validation"] for rate in tiny.RATES]
     job = tiny.Job("small", "rotation", 0, "em", True, 0)
     chosen = tiny.best_rate(job, tmp_path)
     assert rates[tiny.RATES.index(chosen)] == max(rates)
@@ -76,9 +75,7 @@ def test_a_run_is_kept_and_not_repeated(tiny: Any, tmp_path: Path) -> None:
     after = tiny.missing("small", tmp_path)
     assert len(after) == len(before) - 1 and all(seconds > 0 for _, seconds in after)
     again = tiny.train(job, chosen, tiny.digits(job))
-    assert {key: again[key] for key in ("validation", "test", "unseen", "matched")} == {
-        key: record[key] for key in ("validation", "test", "unseen", "matched")
-    }
+    assert all(again[key] == record[key] for key in ("validation", "test", "unseen", "matched"))
 
 
 @pytest.mark.parametrize(
@@ -101,25 +98,8 @@ def test_composed_digits_keep_their_proportions(tiny: Any, claim: str, side: int
     record = tiny.train(job, 0.1, images)
     assert record["updates"] == tiny.TIMES[claim] * 4 and 0 <= record["test"] <= 100
     if claim == "affine":
-        assert record["matched"]["update"] == 1 and "affnist" in record["matched"], (
-            "a level of 0 at the first look"
-        )
-        assert record["affnist"] != record["test"] or record["affnist"] in (0.0, 100.0)
-
-
-def test_two_digits_are_right_only_together(tiny: Any) -> None:
-    images = tiny.digits(tiny.Job("small", "overlap", 0, "avg", False, 0)).tests["test"]
-
-    class Answers(torch.nn.Module):
-        """The scores of the labels, in the images' order; the second digit of every other image is missed."""
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            scores = images.labels.clone()
-            missed = scores[::2].argmax(1)
-            scores[::2].scatter_(1, missed[:, None], -1.0)
-            return scores
-
-    assert tiny.accuracy(Answers(), images) == 50.0
+        # a level of 0 at the first look
+        assert record["matched"]["update"] == 1 and "affnist" in record["matched"]
 
 
 def test_corruptions_and_calibration_are_those_of_the_runs_with_many_images(
@@ -159,9 +139,8 @@ class Bright(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         mean = x.mean((1, 2, 3))
         if self.hidden:
-            mean = (
-                mean.detach() - 1e-3 * mean + 1e-3 * mean.detach()
-            )  # the value, with a gradient of the wrong sign
+            # the value, with a gradient of the wrong sign
+            mean = mean.detach() - 1e-3 * mean + 1e-3 * mean.detach()
         return 20 * self.gain * torch.stack([0.5 - mean, mean - 0.5], 1)
 
 
@@ -184,9 +163,7 @@ def test_masked_gradients_are_seen(evidence: Any) -> None:
     assert honest["loss"][-1] - honest["loss"][0] == pytest.approx(40 * 8 / 255, rel=1e-3)
     assert masked["loss"] == sorted(masked["loss"], reverse=True), "its gradient lowers the loss"
     assert [(one["own"], one["transfer"], one["only_transfer"]) for one in honest["radii"]] == [(0, 0, 0)] * 2
-    assert [(one["transfer"], one["only_transfer"]) for one in masked["radii"]] == [
-        (0, one["own"]) for one in masked["radii"]
-    ]
+    assert all(one["transfer"] == 0 and one["only_transfer"] == one["own"] for one in masked["radii"])
     assert masked["radii"][0]["own"] > 10
 
 
@@ -200,7 +177,7 @@ def test_replaced_weights_and_unknown_claims(
 ) -> None:
     for key, row in evidence.kept("deletion").items():
         evidence.keep("deletion", key, row | {"sha256": "0" * 64}, tmp_path)
-    assert not script.measured("deletion", tmp_path) and script.measured("deletion", script.KEPT)
+    assert not script.measured("deletion", tmp_path) and script.measured("deletion", evidence.KEPT)
     with pytest.raises(SystemExit):
         evidence.main(["poze", "--missing"])
     assert "poze" in capsys.readouterr().err
@@ -208,10 +185,9 @@ def test_replaced_weights_and_unknown_claims(
 
 def test_the_page_is_up_to_date(script: Any) -> None:
     assert script.PAGE.read_text(encoding="utf-8") == script.page(), "run `make docs`"
-    drawn = {f"evidence_{claim}" for claim, (done, _) in script.progress(script.KEPT).items() if done} - {
-        "evidence_rates"
-    }
-    assert {path.stem for path in script.PICTURES.glob("evidence_*.svg")} == drawn
+    drawn = {claim for claim, (done, _) in script.progress(script.evidence.KEPT).items() if done} - {"rates"}
+    found = {path.stem for path in script.PICTURES.glob("evidence_*.svg")}
+    assert found == {f"evidence_{claim}" for claim in drawn}
 
 
 def few(
@@ -228,14 +204,7 @@ def few(
         head, _, twin = name.partition(", ")
         for seed in range(seeds):
             run = evidence.Job("small", claim, setting, head, bool(twin), seed)
-            row = {
-                figure: mean + 0.1 * seed,
-                "validation": mean,
-                "rate": 0.1,
-                "seed": seed,
-                "seconds": 9,
-            } | more
-            row |= {"updates": run.updates}
+            row = {figure: mean + 0.1 * seed, "validation": mean, "seconds": 9, "updates": run.updates} | more
             if row.get("matched"):
                 row["matched"] = {figure: row["matched"] + 0.1 * seed, "validation": 80.0}
             evidence.keep(claim, run.key, row, folder)
@@ -273,15 +242,8 @@ def test_the_paragraph_counts_every_comparison(script: Any, evidence: Any, tmp_p
     (tmp_path / "rates.json").unlink()
     few(tmp_path, evidence, {"avg": 40.0, "idpa": 30.0, "em": 30.0}, claim="overlap", setting=0)
     assert not any("more updates" in line for line in script.overall(tmp_path))
-    few(
-        tmp_path,
-        evidence,
-        {"avg": 90.0, "idpa": 30.0},
-        claim="rotation",
-        setting=0,
-        figure="unseen",
-        matched=None,
-    )
+    rotation: Any = {"claim": "rotation", "setting": 0, "figure": "unseen", "matched": None}
+    few(tmp_path, evidence, {"avg": 90.0, "idpa": 30.0}, **rotation)
     assert script.overall(tmp_path)[-1].endswith("of that of `avg` (rotation).")
     means = {"avg": 80.0, "em": 80.05}
     few(tmp_path, evidence, means, claim="affine", setting=0, figure="affnist", matched=50.0)

@@ -20,8 +20,6 @@ from capszoo.inference import label_names, load_model
 from capszoo.preprocess import model_transform
 from capszoo.scores import score_kind
 
-__all__ = ["MODEL", "RUNTIME", "place_demo"]
-
 #: The model of the page: 279,024 parameters, couplings over a grid of 7x7.
 MODEL = "resnet20_routingcaps.mnist"
 

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import capszoo
+from benchmarks.models import markdown
 from capszoo._pretrained.catalogue import checkpoints
-from capszoo._pretrained.info import WeightsInfo
 from capszoo.errors import NoCapsules
 from capszoo.models import MODULES
 from capszoo.preprocess import model_input_size
@@ -23,8 +23,6 @@ from capszoo.recipes.release.paper_results import counted, protocol_lines, seeds
 from scripts.generate import first_line, stored
 from scripts.pictures import caption, kinds_of
 from scripts.site.reference import docstring
-
-__all__ = ["FAMILIES", "diagram", "example_code", "family_pages", "models_of", "shapes"]
 
 
 @dataclass(frozen=True)
@@ -214,9 +212,7 @@ def _page(folder: Path, module: str, family: Family, names: list[str]) -> str:
     parts += ["## Layers", f"`{family.example}` at its default size. {shaped}", drawing]
     if family.routing:
         parts += ["## Routing", f"```text\n{family.routing}\n```"]
-        import capszoo.layers as layers
-
-        function = getattr(layers, family.code)
+        function = getattr(capszoo.layers, family.code)
         source = inspect.getsource(function)
         parts += [f"The code, `{function.__module__}.{family.code}`:", f"```python\n{source}```"]
     rows = ["| model | parameters | input | what it is |", "|---|---:|---|---|"]
@@ -255,27 +251,28 @@ def _speed(names: list[str]) -> list[str]:
     measured, exported = stored("models.json"), stored("export.json")
     eager = {row["model"]: row for row in measured["rows"]}
     files = {row["model"]: row for row in exported["rows"]}
-    head = ["forward, ms", "× ResNet-18", "training step, ms", "× ResNet-18", "peak memory, MiB"]
-    rows = [_row(["model", "batch", *head]), "|---|" + "---:|" * 6]
+    rows, others = [], []
+    figures = {
+        "forward_ms": ".1f",
+        "forward_ratio": ".2f",
+        "train_ms": ".1f",
+        "train_ratio": ".2f",
+        "peak_mib": ".0f",
+    }
     for name in names:
-        at = eager.get(name)
-        keys = ("forward_ms", "forward_ratio", "train_ms", "train_ratio", "peak_mib")
-        formats = (".1f", ".2f", ".1f", ".2f", ".0f")
         cells = ["not measured", *[""] * 5]
-        if at is not None:
-            cells = [str(at["batch"]), *(format(at[k], f) for k, f in zip(keys, formats, strict=True))]
-        rows.append(_row([f"`{name}`", *cells]))
-    heads = ["batch 1, ms", "eager / ORT", "batch 16, ms", "eager / ORT"]
-    others = [_row(["model", "file, MB", *heads]), "|---|" + "---:|" * 5]
-    for name in names:
-        row = files.get(name)
+        if at := eager.get(name):
+            cells = [str(at["batch"]), *(format(at[key], digits) for key, digits in figures.items())]
+        rows.append([f"`{name}`", *cells])
         cells = ["not measured", *[""] * 4]
-        if row is not None:
+        if row := files.get(name):
             cells = [f"{row['file_bytes'] / 1e6:.1f}"]
             for batch in ("1", "16"):
                 at = row["times"].get(batch)
                 cells += [f"{at['ms']:.1f}", f"{at['eager']:.2f}"] if at else ["not measured", ""]
-        others.append(_row([f"`{name}`", *cells]))
+        others.append([f"`{name}`", *cells])
+    head = "model | batch | forward, ms | × ResNet-18 | training step, ms | × ResNet-18 | peak memory, MiB"
+    heads = "model | file, MB | batch 1, ms | eager / ORT | batch 16, ms | eager / ORT"
     about = measured["settings"]
     places = {files[name]["processor"] for name in names if name in files} - {""} or {
         "a processor not stated"
@@ -285,34 +282,26 @@ def _speed(names: list[str]) -> list[str]:
         "**GPU**: [training steps on an NVIDIA H200](../performance.md#on-a-gpu). The times below are of CPUs.",
         f"In PyTorch {about['torch']}, untrained, float32, on {about['processor']}; the ResNet-18 is the CIFAR one "
         "at 3x32x32 ([how it was measured](../benchmarks.md)).",
-        "\n".join(rows),
+        "\n".join(markdown(head, rows)),
         f"Exported, in ONNX Runtime on {' or '.join(sorted(places))}. Above 1, the file is faster than eager PyTorch "
         "([how it was measured](../benchmarks.md#exported-files)).",
-        "\n".join(others),
+        "\n".join(markdown(heads, others)),
     ]
 
 
-def _row(cells: list[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
-
-
 def _weights(names: list[str]) -> list[str]:
-    known: dict[str, WeightsInfo] = {
-        k: v for k, v in checkpoints(aliases=False).items() if v.architecture in names
-    }
+    known = {k: v for k, v in checkpoints(aliases=False).items() if v.architecture in names}
     if not known:
         return ["## Weights", "No weights are bundled yet; `capszoo train` makes them."]
-    rows = ["| weights | data set | accuracy, % | n | counted |", "|---|---|---:|---:|---|"]
-    parts = []
+    rows, parts = [], []
     for name, info in known.items():
         test = info.raw["metrics"]["test"]
         accuracy = f"{test['top1']:.2f}{seeds_note(info)}"
-        rows.append(
-            f"| `{name}` | {info.metadata.dataset.name} | {accuracy} | {test['n']:,} | {counted(info)} |"
-        )
+        rows.append([f"`{name}`", info.metadata.dataset.name, accuracy, f"{test['n']:,}", counted(info)])
         parts += [f"### {name}", "\n".join(protocol_lines(info))]
         if info.metadata.history:
             parts.append(f"![Training curves of {name}](../curves/{name}.svg)")
         for kind in kinds_of(info):
             parts.append(f"{caption(info, kind)}.\n\n![{kind} of {name}](../pictures/{name}.{kind}.png)")
-    return ["## Weights", "\n".join(rows), *parts]
+    table = markdown("weights | data set | accuracy, % | n | counted", rows, (0, 1, 4))
+    return ["## Weights", "\n".join(table), *parts]

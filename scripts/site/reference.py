@@ -15,8 +15,6 @@ success, 1 failure, 2 wrong usage. `capszoo --install-completion` sets up comple
 recipes for the current shell (bash, zsh, fish, PowerShell).
 """
 
-__all__ = ["API_MODULES", "api_pages", "command_page", "public_names"]
-
 #: Modules of the reference, each on a separate page.
 API_MODULES = (
     "capszoo",

@@ -97,11 +97,7 @@ def test_no_page_loads_from_another_host(site: Path, pages: dict[Path, _Page]) -
 
 
 #: Modules without a page, which the commands and other modules use.
-INTERNAL = {
-    "capszoo.summary",
-    "capszoo.export.cached",
-    "capszoo.export.prepare",
-}
+INTERNAL = {"capszoo.summary", "capszoo.export.cached", "capszoo.export.prepare"}
 
 
 def test_every_public_module_has_its_page(root: Path) -> None:
@@ -190,17 +186,8 @@ def _result(page: Any) -> dict[str, Any]:
 
 def test_the_first_page_scores_as_predict_does(address: str, root: Path) -> None:
     digits = [str(root / "capszoo" / "assets" / f"digit_{k}.png") for k in range(10)]
-    command = [
-        sys.executable,
-        "-m",
-        "capszoo",
-        "predict",
-        "resnet20_routingcaps.mnist",
-        *digits,
-        "-k",
-        "10",
-        "--json",
-    ]
+    words = ("predict", "resnet20_routingcaps.mnist", *digits, "-k", "10", "--json")
+    command = [sys.executable, "-m", "capszoo", *words]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
     expected = [
         {one["index"]: one for one in result["predictions"]} for result in json.loads(done.stdout)["results"]
@@ -214,9 +201,12 @@ def test_the_first_page_scores_as_predict_does(address: str, root: Path) -> None
             found = _result(page)
             assert found["label"] == str(k)
             times.append(found["milliseconds"])
-            for i in range(10):
-                worst = max(worst, abs(found["scores"][i] - expected[k][i]["score"]))
-                worst = max(worst, abs(found["probabilities"][i] - expected[k][i]["probability"]))
+            for i, one in expected[k].items():
+                differences = (
+                    found["scores"][i] - one["score"],
+                    found["probabilities"][i] - one["probability"],
+                )
+                worst = max(worst, *map(abs, differences))
         assert foreign == []
     print(f"largest difference of a score or probability {worst:.1e}; {sorted(times)[5]:.0f} ms an image")
     assert worst < 1e-3

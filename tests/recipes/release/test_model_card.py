@@ -233,14 +233,18 @@ def test_twins_differ_in_one_thing() -> None:
 
 
 def test_curves_of_the_checkpoints(root: Path, tmp_path: Path) -> None:
-    assert pictures.stale_curves(root / "docs") == []
-    missing = pictures.stale_curves(tmp_path)
+    def stale(docs: Path) -> dict[Path, Any]:
+        return {path: one for path, one in pictures.stale_drawings(docs).items() if path.suffix == ".svg"}
+
+    assert not stale(root / "docs")
+    missing = stale(tmp_path)
     assert {path.stem for path in missing} == set(checkpoints(aliases=False))
-    pictures.write_curves(missing[0])
-    (tmp_path / "curves" / "gone.mnist.svg").write_text("<svg/>")
-    assert len(pictures.stale_curves(tmp_path)) == len(missing)
-    pictures.write_curves(tmp_path / "curves" / "gone.mnist.svg")
-    assert [path.name for path in (tmp_path / "curves").iterdir()] == [missing[0].name]
+    first, gone = next(iter(missing)), tmp_path / "curves" / "gone.mnist.svg"
+    pictures.write_drawing(first, missing[first])
+    gone.write_text("<svg/>")
+    assert stale(tmp_path).keys() == missing.keys() - {first} | {gone}
+    pictures.write_drawing(gone, None)
+    assert [path.name for path in (tmp_path / "curves").iterdir()] == [first.name]
 
 
 def test_a_label_with_a_bar_stays_in_its_cell() -> None:
