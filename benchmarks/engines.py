@@ -58,9 +58,7 @@ def refused(name: str) -> Iterator[None]:
     before = [vars(engine).get("refusal") for engine in engines]
     try:
         for engine in engines:
-            setattr(
-                engine, "refusal", staticmethod(lambda layer, call, forced=False: "refused by the benchmark")
-            )  # noqa: B010
+            engine.refusal = staticmethod(lambda layer, call, forced=False: "refused by the benchmark")
         yield
     finally:
         for engine, method in zip(engines, before, strict=True):
