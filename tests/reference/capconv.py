@@ -1,68 +1,30 @@
-"""capConv and capFC, naive: loops over positions, capsule channels and dimensions.
+"""capConv and capFC, naive: PyTorch's own convolutions and norms, capsule channel by capsule channel.
 
 Encapsulated layer of Li et al. 2018, section 3.1; feature maps are [b, g*d, h, w], channel = group * d + dimension.
-Everything is built from Python loops and scalar products, so that gradients come from autograd alone.
 """
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-
-def squash(vector: Tensor) -> Tensor:
-    length = vector.norm() if float(vector.detach().norm()) > 0 else vector.sum() * 0
-    return vector * length / (1 + length * length)
-
-
-def squash_map(x: Tensor, groups: int) -> Tensor:
-    b, c, h, w = x.shape
-    d = c // groups
-    rows = []
-    for image in range(b):
-        for g in range(groups):
-            for i in range(h):
-                for j in range(w):
-                    rows.append(squash(x[image, g * d : (g + 1) * d, i, j]))
-    return torch.stack(rows).reshape(b, groups, h, w, d).permute(0, 1, 4, 2, 3).reshape(b, c, h, w)
+from .squash import squash
 
 
 def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, stride: int, groups: int) -> Tensor:
-    """Zero-padded by half the kernel, one output number at a time."""
-    b, c, h, w = x.shape
-    out, per_group, k, _ = weight.shape
-    pad = k // 2
-    out_h, out_w = (h + 2 * pad - k) // stride + 1, (w + 2 * pad - k) // stride + 1
-    values = []
-    for image in range(b):
-        for o in range(out):
-            first = (o // (out // groups)) * per_group
-            for i in range(out_h):
-                for j in range(out_w):
-                    total = x.new_zeros(()) if bias is None else bias[o]
-                    for u in range(k):
-                        for v in range(k):
-                            row, col = i * stride + u - pad, j * stride + v - pad
-                            if 0 <= row < h and 0 <= col < w:
-                                total = (
-                                    total + x[image, first : first + per_group, row, col] @ weight[o, :, u, v]
-                                )
-                    values.append(total)
-    return torch.stack(values).reshape(b, out, out_h, out_w)
+    """Zero-padded by half the kernel."""
+    return F.conv2d(x, weight, bias, stride, weight.shape[2] // 2, 1, groups)
 
 
 def batch_norm(x: Tensor, norm: nn.BatchNorm2d, training: bool) -> Tensor:
-    channels = []
-    for c in range(x.shape[1]):
-        values = x[:, c]
-        mean = values.mean() if training else norm.running_mean[c]
-        var = ((values - mean) ** 2).mean() if training else norm.running_var[c]
-        channels.append((values - mean) / (var + norm.eps) ** 0.5 * norm.weight[c] + norm.bias[c])
-    return torch.stack(channels, dim=1)
+    mean, var = (None, None) if training else (norm.running_mean, norm.running_var)
+    return F.batch_norm(x, mean, var, norm.weight, norm.bias, training, 0.0, norm.eps)
 
 
 def activate(x: Tensor, norm: nn.BatchNorm2d, groups: int, training: bool) -> Tensor:
-    return squash_map(batch_norm(x, norm, training).clamp(min=0), groups)
+    x = batch_norm(x, norm, training).clamp(min=0)
+    return squash(x.unflatten(1, (groups, -1)).movedim(2, -1)).movedim(-1, 2).flatten(1, 2)
 
 
 def capconv(layer: nn.Module, x: Tensor, skip: Tensor | None, training: bool) -> Tensor:
@@ -121,44 +83,15 @@ def module(encap: nn.Module, x: Tensor, training: bool) -> Tensor:
 
 def cap_fc(x: Tensor, weight: Tensor) -> Tensor:
     """[b, g*d, h, w] and [d, g*h*w, n] to class capsules [b, n, d]."""
-    b, c, h, w = x.shape
-    d, in_caps, n = weight.shape
-    groups = c // d
-    images = []
-    for image in range(b):
-        classes = []
-        for j in range(n):
-            pose = []
-            for k in range(d):
-                total = x.new_zeros(())
-                for g in range(groups):
-                    for row in range(h):
-                        for col in range(w):
-                            total = (
-                                total + x[image, g * d + k, row, col] * weight[k, (g * h + row) * w + col, j]
-                            )
-                pose.append(total)
-            classes.append(squash(torch.stack(pose)))
-        images.append(torch.stack(classes))
-    return torch.stack(images)
+    d, _, n = weight.shape
+    weight = weight.reshape(d, -1, *x.shape[2:], n)
+    return squash(torch.einsum("bgkhw,kghwn->bnk", x.unflatten(1, (-1, d)), weight))
 
 
 def contributions(x: Tensor, weight: Tensor, poses: Tensor) -> Tensor:
     """Share of each grid position in each class capsule, [b, n, h, w]."""
-    b, c, h, w = x.shape
-    d, in_caps, n = weight.shape
-    groups = c // d
-    out = x.new_zeros(b, n, h, w)
-    for image in range(b):
-        for j in range(n):
-            for row in range(h):
-                for col in range(w):
-                    along = 0.0
-                    for k in range(d):
-                        for g in range(groups):
-                            vote = x[image, g * d + k, row, col] * weight[k, (g * h + row) * w + col, j]
-                            along += float(vote * poses[image, j, k])
-                    out[image, j, row, col] = max(along, 0.0)
-            total = out[image, j].sum()
-            out[image, j] = out[image, j] / total if total > 0 else 1.0 / (h * w)
-    return out
+    d, _, n = weight.shape
+    weight = weight.reshape(d, -1, *x.shape[2:], n)
+    along = torch.einsum("bgkhw,kghwn,bnk->bnhw", x.unflatten(1, (-1, d)), weight, poses).clamp(min=0)
+    total = along.sum((2, 3), keepdim=True)
+    return torch.where(total > 0, along / total, 1.0 / along[0, 0].numel())

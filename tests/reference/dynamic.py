@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .squash import squash_vector
 
 
 def route_image(
-    votes: Tensor, num_iters: int, softmax_over: str = "parents", start: Tensor | None = None
+    votes: Tensor,
+    num_iters: int,
+    softmax_over: str = "parents",
+    start: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Route one image.
 
@@ -18,6 +25,7 @@ def route_image(
         num_iters: ``r``.
         softmax_over: ``"parents"`` or ``"children"``.
         start: ``[i, j]``, first logits; zero where absent.
+        bias: ``[j, e]``, added to every sum before the squash; zero where absent.
 
     Returns:
         ``[j, e]`` and the couplings ``[i, j]`` of the last round.
@@ -44,7 +52,7 @@ def route_image(
         # lines 5 and 6
         v = []
         for j in range(parents):
-            s = torch.zeros_like(votes[0, 0])
+            s = torch.zeros_like(votes[0, 0]) if bias is None else bias[j]
             for i in range(children):
                 s = s + c[i][j] * votes[i, j]
             v.append(squash_vector(s))
@@ -55,43 +63,20 @@ def route_image(
     return torch.stack(v), torch.stack([torch.stack(row) for row in c])
 
 
-def route(
-    votes: Tensor, num_iters: int, softmax_over: str = "parents", start: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def route(votes: Tensor, *options: Any, **settings: Any) -> tuple[Tensor, Tensor]:
     """A batch of votes ``[b, i, j, e]``, image by image; returns ``[b, j, e]`` and ``[b, i, j]``."""
-    results = [route_image(image, num_iters, softmax_over, start) for image in votes]
+    results = [route_image(image, *options, **settings) for image in votes]
     return torch.stack([r[0] for r in results]), torch.stack([r[1] for r in results])
 
 
 def dense_votes(x: Tensor, transforms: Tensor) -> Tensor:
-    """Children ``[b, i, d]``, transforms ``[i, j, e, d]``: votes ``[b, i, j, e]``, one matrix-vector product each."""
-    return torch.stack(
-        [
-            torch.stack(
-                [
-                    torch.stack([transforms[i, j] @ image[i] for j in range(transforms.shape[1])])
-                    for i in range(transforms.shape[0])
-                ]
-            )
-            for image in x
-        ]
-    )
+    """Children ``[b, i, d]``, transforms ``[i, j, e, d]``: votes ``[b, i, j, e]``."""
+    return torch.einsum("bid,ijed->bije", x, transforms)
 
 
 def shared_votes(x: Tensor, transforms: Tensor, offsets: Tensor) -> Tensor:
     """Children ``[b, g, p, d]``, transforms ``[g, j, e, d]``, offsets ``[g, j, e]``: votes ``[b, g * p, j, e]``."""
-    images = []
-    for image in x:
-        votes = []
-        for g in range(x.shape[1]):
-            for p in range(x.shape[2]):
-                votes.append(
-                    torch.stack(
-                        [transforms[g, j] @ image[g, p] + offsets[g, j] for j in range(transforms.shape[1])]
-                    )
-                )
-        images.append(torch.stack(votes))
-    return torch.stack(images)
+    return (torch.einsum("bgpd,gjed->bgpje", x, transforms) + offsets.unsqueeze(1)).flatten(1, 2)
 
 
 def conv_route(
@@ -143,37 +128,12 @@ def conv3d_route(
     Returns:
         ``[b, h', w', j, e]``, and the couplings ``[b, i, h', w', j]`` of the last round.
     """
-    b, h, w, types, d = x.shape
-    rows, cols, parents, e, _ = kernel.shape
-    padded = x.new_zeros(b, h + 2 * padding, w + 2 * padding, types, d)
-    padded[:, padding : padding + h, padding : padding + w] = x
-    out_h = (h + 2 * padding - rows) // stride + 1
-    out_w = (w + 2 * padding - cols) // stride + 1
-    places = [(row, col, j) for row in range(out_h) for col in range(out_w) for j in range(parents)]
-    all_poses, all_couplings = [], []
-    for image in padded:
-        votes = {}
-        for i in range(types):
-            for row, col, j in places:
-                vote = x.new_zeros(e)
-                for k in range(rows):
-                    for m in range(cols):
-                        vote = vote + kernel[k, m, j] @ image[row * stride + k, col * stride + m, i]
-                votes[i, row, col, j] = vote
-        logits = {key: x.new_zeros(()) for key in votes}
-        poses, c = {}, {}
-        for _ in range(num_iters):
-            for i in range(types):
-                whole = sum(torch.exp(logits[(i, *place)]) for place in places)
-                for place in places:
-                    c[(i, *place)] = torch.exp(logits[(i, *place)]) / whole
-            for place in places:
-                s = sum(c[(i, *place)] * votes[(i, *place)] for i in range(types)) + bias[place[2]]
-                poses[place] = squash_vector(s)
-            for i, *place in votes:
-                key = (i, *place)
-                logits[key] = logits[key] + torch.dot(votes[key], poses[tuple(place)])
-        all_poses.append(torch.stack([poses[place] for place in places]))
-        all_couplings.append(torch.stack([torch.stack([c[(i, *p)] for p in places]) for i in range(types)]))
-    grid = torch.stack(all_poses).reshape(b, out_h, out_w, parents, e)
-    return grid, torch.stack(all_couplings).reshape(b, types, out_h, out_w, parents)
+    b, types, parents, e = len(x), x.shape[3], kernel.shape[2], kernel.shape[3]
+    maps = x.permute(0, 3, 4, 1, 2).flatten(0, 1)  # [b*i, d, h, w]
+    votes = F.conv2d(maps, kernel.permute(2, 3, 4, 0, 1).flatten(0, 1), None, stride, padding)
+    h, w = votes.shape[2:]
+    votes = (
+        votes.reshape(b, types, parents, e, h * w).permute(0, 1, 4, 2, 3).flatten(2, 3)
+    )  # [b, i, h'*w'*j, e]
+    poses, couplings = route(votes, num_iters, bias=bias.repeat(h * w, 1))
+    return poses.reshape(b, h, w, parents, e), couplings.reshape(b, types, h, w, parents)

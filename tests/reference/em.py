@@ -104,14 +104,8 @@ def route(
 
 def split_map(x: Tensor, capsules: int, rows: int) -> tuple[Tensor, Tensor]:
     """Image ``[capsules * (p*p + 1), h, w]``: poses ``[capsules, p, p, h, w]``, activations ``[capsules, h, w]``."""
-    numbers = rows * rows
-    poses = [
-        [[x[c * numbers + p * rows + q] for q in range(rows)] for p in range(rows)] for c in range(capsules)
-    ]
-    activations = [x[capsules * numbers + c] for c in range(capsules)]
-    return torch.stack([torch.stack([torch.stack(row) for row in c]) for c in poses]), torch.stack(
-        activations
-    )
+    poses = x[: capsules * rows * rows].unflatten(0, (capsules, rows, rows))
+    return poses, x[capsules * rows * rows :]
 
 
 def convolution(
@@ -131,13 +125,12 @@ def convolution(
     """
     taps, parents, rows, _ = weight.shape
     capsules = taps // (kernel * kernel)
-    images = []
+    height, width = ((size - kernel) // stride + 1 for size in x.shape[2:])
+    windows, active = [], []
     for image in x:
         poses, activations = split_map(image, capsules, rows)
-        grid = []
-        for top in range(0, image.shape[1] - kernel + 1, stride):
-            line = []
-            for left in range(0, image.shape[2] - kernel + 1, stride):
+        for top in range(0, height * stride, stride):
+            for left in range(0, width * stride, stride):
                 votes, present = [], []
                 for k in range(kernel):
                     for m in range(kernel):
@@ -148,24 +141,10 @@ def convolution(
                                 torch.stack([(pose @ transforms[j]).reshape(-1) for j in range(parents)])
                             )
                             present.append(activations[c, top + k, left + m])
-                line.append(
-                    route_item(
-                        torch.stack(votes),
-                        torch.stack(present),
-                        beta_v,
-                        beta_a,
-                        num_iters,
-                        **settings,  # type: ignore[arg-type]
-                    )
-                )
-            grid.append(line)
-        images.append(grid)
-    return tuple(  # type: ignore[return-value]
-        torch.stack(
-            [torch.stack([torch.stack([cell[n] for cell in line]) for line in grid]) for grid in images]
-        )
-        for n in range(3)
-    )
+                windows.append(torch.stack(votes))
+                active.append(torch.stack(present))
+    routed = route(torch.stack(windows), torch.stack(active), beta_v, beta_a, num_iters, **settings)
+    return tuple(t.unflatten(0, (len(x), height, width)) for t in routed)  # type: ignore[return-value]
 
 
 def classes(
@@ -177,7 +156,7 @@ def classes(
         Poses ``[b, n, p*p]``, activations ``[b, n]``, couplings ``[b, h*w*caps, n]``.
     """
     capsules, parents, rows, _ = weight.shape
-    results = []
+    images, active = [], []
     for image in x:
         poses, activations = split_map(image, capsules, rows)
         height, width = image.shape[1:]
@@ -194,29 +173,11 @@ def classes(
                         own.append((vote + place).reshape(-1))
                     votes.append(torch.stack(own))
                     present.append(activations[c, y, z])
-        results.append(
-            route_item(
-                torch.stack(votes),
-                torch.stack(present),
-                beta_v,
-                beta_a,
-                num_iters,
-                **settings,  # type: ignore[arg-type]
-            )
-        )
-    return tuple(torch.stack(parts) for parts in zip(*results, strict=True))  # type: ignore[return-value]
+        images.append(torch.stack(votes))
+        active.append(torch.stack(present))
+    return route(torch.stack(images), torch.stack(active), beta_v, beta_a, num_iters, **settings)
 
 
 def shared_votes(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """Children ``[b, g, d, s]``, transforms ``[j, g, d, e]``, biases ``[j, g, e]``: votes ``[b, g*s, j, e]``."""
-    images = []
-    for image in x:
-        votes = []
-        for g in range(image.shape[0]):
-            for s in range(image.shape[2]):
-                pose = image[g, :, s]
-                votes.append(
-                    torch.stack([weight[j, g].t() @ pose + bias[j, g] for j in range(weight.shape[0])])
-                )
-        images.append(torch.stack(votes))
-    return torch.stack(images)
+    return (torch.einsum("bgds,jgde->bgsje", x, weight) + bias.transpose(0, 1).unsqueeze(1)).flatten(1, 2)
