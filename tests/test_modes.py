@@ -92,12 +92,3 @@ def test_a_call_that_ends_leaves_the_model_in_eval_for_the_others(shared: str) -
         running.result()
     assert all(torch.equal(value, before[key]) for key, value in model.norm.state_dict().items())
     assert all(module.training for module in model.modules())
-
-
-def test_threads_explain_a_model_in_training() -> None:
-    model = capszoo.create_model("resnet20_routingcaps", img_size=28, depth=8)
-    modes, before = half_frozen(model), copy.deepcopy(model.state_dict())
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda _: explain(model, IMAGE), range(8)))
-    assert {name: module.training for name, module in model.named_modules()} == modes
-    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())

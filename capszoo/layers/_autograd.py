@@ -2,14 +2,12 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Optional, Tuple
 
 import torch
 from torch import Tensor
 from torch._C import _functorch as functorch
 from torch.utils.flop_counter import register_flop_formula
-
-__all__ = ["count_as_reference", "differentiable_once", "refuse_batched_gradient", "refuse_second_gradient"]
 
 
 def count_as_reference(forward: Any = None, backward: Any = None) -> Callable[..., Callable[..., int]]:
@@ -53,6 +51,12 @@ def refuse_batched_gradient(*grads: Any) -> None:
         raise RuntimeError(
             "this engine computes one gradient at a time: compute within capszoo.layers.use_engines('reference')"
         )
+
+
+def new_like(*tensors: Optional[Tensor]) -> Tuple[Tensor, ...]:
+    """New tensors of these shapes and types, contiguous; empty ones for None: what a gradient's fake kernel returns."""
+    some = next(t for t in tensors if t is not None)
+    return tuple(some.new_empty(0) if t is None else t.new_empty(t.shape) for t in tensors)
 
 
 def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:

@@ -15,8 +15,6 @@ from torch import Tensor
 
 from ._autograd import differentiable_once
 
-__all__ = ["blockwise"]
-
 Function = Callable[..., Sequence[Tensor]]
 
 

@@ -13,8 +13,6 @@ from typing import Any, Callable, TypeVar
 import torch
 from torch import nn
 
-__all__ = ["ForwardMethods", "forward_method"]
-
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 

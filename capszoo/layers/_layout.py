@@ -6,8 +6,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["block_diagonal", "out_size", "split_axis", "windows"]
-
 
 def split_axis(x: Tensor, dim: int, sizes: List[int]) -> Tensor:
     """``x`` with the axis ``dim``, counted from the front, as several of the given sizes; a view where one exists.
@@ -46,14 +44,10 @@ def windows(x: Tensor, kernel_size: int, stride: int, padding: int = 0) -> Tenso
     height, width = x.shape[1], x.shape[2]
     torch._assert(height > rest, "the grid is smaller than the window: give larger images")
     torch._assert(width > rest, "the grid is smaller than the window: give larger images")
-    columns: List[Tensor] = []
-    for offset in range(kernel_size):
-        columns.append(x[:, :, offset : width - rest + offset : stride])
-    x = torch.cat(columns, dim=3)  # [b, h, w', l*c]
-    rows: List[Tensor] = []
-    for offset in range(kernel_size):
-        rows.append(x[:, offset : height - rest + offset : stride])
-    return torch.cat(rows, dim=3)
+    x = torch.cat(
+        [x[:, :, k : width - rest + k : stride] for k in range(kernel_size)], dim=3
+    )  # [b, h, w', l*c]
+    return torch.cat([x[:, k : height - rest + k : stride] for k in range(kernel_size)], dim=3)
 
 
 def block_diagonal(weight: Tensor, pose_size: int) -> Tensor:

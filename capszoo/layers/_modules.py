@@ -6,8 +6,6 @@ from typing import Callable, Optional
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-__all__ = ["at_least", "finite", "is_plain", "non_negative", "positive", "reset_start"]
-
 
 def at_least(least: int, **sizes: int) -> None:
     """Raise ValueError that names the first of the ``sizes`` below ``least``."""

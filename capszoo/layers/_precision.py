@@ -6,8 +6,6 @@ from torch.autograd import forward_ad
 
 from .engine_choice import STATE
 
-__all__ = ["finite_cast", "is_tracing", "is_transformed", "upcast_half", "wide_type", "working_type"]
-
 
 def upcast_half(x: Tensor) -> Tensor:
     """``x`` as float32 if it is float16 or bfloat16, else ``x`` itself (float64 stays float64).

@@ -25,8 +25,6 @@ from ._precision import is_tracing, is_transformed, working_type
 from .engine_choice import STATE
 from .tuning import TUNING
 
-__all__ = ["StridedConv2d"]
-
 
 class StridedConv2d(nn.Conv2d):
     """``nn.Conv2d`` that trains faster in bfloat16 on a CPU, where its kernel is large and its stride above 1."""

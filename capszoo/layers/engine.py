@@ -21,16 +21,6 @@ from ._forward_methods import ForwardMethods
 from ._precision import is_tracing, is_transformed, working_type
 from .engine_choice import NAMES, STATE, Choice
 
-__all__ = [
-    "Call",
-    "Engine",
-    "Reference",
-    "Routed",
-    "RoutingLayer",
-    "choose",
-    "other_type",
-]
-
 
 class Call(NamedTuple):
     """Everything that a choice may depend on, as plain values: torch.compile traces the choice and guards on them.
@@ -72,20 +62,11 @@ class Engine:
     name: ClassVar[str]
     #: heading of its table in docs/dev/engines.md
     evidence: ClassVar[str] = ""
-    #: whether all votes of a call exist at one time
-    keeps_votes: ClassVar[bool] = True
     #: modes and devices in which it can run; no devices means all
     modes: ClassVar[Tuple[str, ...]] = ("eager", "compiled")
     devices: ClassVar[Tuple[str, ...]] = ()
     #: it exports graphs for these targets, and is profitable nowhere else
     targets: ClassVar[Tuple[str, ...]] = ()
-    #: largest deviation from the reference, as a share of the largest value
-    atol: ClassVar[Dict[torch.dtype, float]] = {
-        torch.float64: 1e-11,
-        torch.float32: 2e-6,
-        torch.bfloat16: 1e-2,
-        torch.float16: 2e-3,
-    }
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -153,6 +134,13 @@ class RoutingLayer(ForwardMethods):
         if not torch.jit.is_scripting():
             return self._by_engine(inputs, num_iters, need_couplings)
         return self.reference(inputs, num_iters, need_couplings)
+
+    def with_couplings(self, inputs: List[Tensor], num_iters: int) -> Tuple[Tensor, Tensor]:
+        """The last poses and couplings of :meth:`compute`."""
+        routed = self.compute(inputs, num_iters, True)
+        couplings = routed.couplings
+        assert couplings is not None
+        return routed.poses[0], couplings
 
     def reference(self, inputs: List[Tensor], num_iters: int, need_couplings: bool) -> Routed:
         """The procedure, step by step, in plain operations.

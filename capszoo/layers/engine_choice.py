@@ -13,11 +13,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Dict, List, Optional, Set, Tuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from .tuning import TUNING
-
-__all__ = ["Choice", "NAMES", "STATE", "TARGETS", "engine_report", "record_engines", "use_engines"]
 
 #: Targets of an exported graph: ONNX Runtime on a CPU, which runs it node by node, or a compiler.
 TARGETS = ("onnx_cpu", "gpu")
@@ -29,12 +27,11 @@ NAMES: Set[str] = set()
 class State:
     """State set by :func:`use_engines` and :func:`record_engines`, for the whole process."""
 
-    def __init__(self) -> None:
-        self.names: Tuple[str, ...] = ()
-        self.target = ""
-        self.records: Optional[List["Choice"]] = None
-        self.device = ""  # assumed by choices where tensors are on the meta device
-        self.mode = ""  # likewise
+    names: Tuple[str, ...] = ()
+    target = ""
+    records: Optional[List["Choice"]] = None
+    device = ""  # assumed by choices where tensors are on the meta device
+    mode = ""  # likewise
 
 
 STATE = State()
@@ -160,7 +157,8 @@ def engine_report(
     if input_size is None:  # a model of another size or other channels states them itself
         own = getattr(model, "img_size", None)
         size = (getattr(model, "in_chans", size[0]), *(own if isinstance(own, tuple) else size[1:]))
-    state = {k: torch.empty_like(v, device="meta") for k, v in _tensors(model).items()}
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    state = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors}
     like = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
     x = torch.empty(batch, *size, dtype=like.dtype, device="meta")
     training_modes = [(module, module.training) for module in model.modules()]
@@ -177,7 +175,3 @@ def engine_report(
             module.training = was_training
     names = {module: name for name, module in model.named_modules()}
     return [replace(choice, name=names.get(choice.layer, "")) for choice in choices]
-
-
-def _tensors(model: nn.Module) -> Dict[str, Tensor]:
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}

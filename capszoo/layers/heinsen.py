@@ -179,22 +179,19 @@ class HeinsenRouting(RoutingLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         """Children ``[b, i, d]`` to parents ``[b, j, e]``."""
-        return self._route(x, False)[0]
+        return self._route(x)[0]
 
     @torch.jit.export
     @forward_method
     def route(self, x: Tensor) -> Tuple[Tensor, Tensor]:
         """Children ``[b, i, d]`` to parents ``[b, j, e]`` and the credit ``[b, j, i]``, which is no share."""
-        return self._route(x, True)
+        return self._route(x)
 
-    def _route(self, x: Tensor, need_couplings: bool) -> Tuple[Tensor, Tensor]:
+    def _route(self, x: Tensor) -> Tuple[Tensor, Tensor]:
         if self.in_caps > 0:
             torch._assert(x.shape[1] == self.in_caps, "wrong number of child capsules for this routing layer")
         torch._assert(x.shape[2] == self.in_dim, "wrong pose dimension for this routing layer")
-        routed = self.compute([x], self.num_iters, need_couplings)
-        credit = routed.couplings
-        assert credit is not None
-        return routed.poses[0], credit
+        return self.with_couplings([x], self.num_iters)
 
     def reference(self, inputs: List[Tensor], num_iters: int, need_couplings: bool) -> Routed:
         """:func:`heinsen_routing` of children ``[b, i, d]``; the credit is always there."""

@@ -101,15 +101,14 @@ def routing_pool(
     else:
         u_t = u.transpose(1, 2)  # [b*g, e, l], a view
         lengths = _length((u * u).sum(dim=2)).unsqueeze(1)  # |u|, [b*g, 1, l]
-        v = s * (lam / _length((s * s).sum(dim=2, keepdim=True)))  # line 6, times λ
-        logits = torch.bmm(v, u_t) / lengths  # line 7: λ b = λ <u', v>
-        c = logits.softmax(dim=-1)  # line 8
-        s = torch.bmm(c, u)  # line 5 of the next iteration, or line 10
-        for _ in range(num_iters - 1):
-            v = s * (lam / _length((s * s).sum(dim=2, keepdim=True)))
-            logits = logits + torch.bmm(v, u_t) / lengths
-            c = logits.softmax(dim=-1)
-            s = torch.bmm(c, u)
+        logits = lengths  # a placeholder, as the couplings
+        c = lengths
+        for it in range(num_iters):
+            v = s * (lam / _length((s * s).sum(dim=2, keepdim=True)))  # line 6, times λ
+            agreement = torch.bmm(v, u_t) / lengths  # line 7: λ b = λ <u', v>
+            logits = agreement if it == 0 else logits + agreement
+            c = logits.softmax(dim=-1)  # line 8
+            s = torch.bmm(c, u)  # line 5 of the next iteration, or line 10
         couplings = c.squeeze(1)
     poses = _activate(s.reshape(-1, groups, pose), activation)  # line 11
     return poses.to(x.dtype), couplings.reshape(-1, groups, locations)
@@ -165,10 +164,7 @@ def routing_caps(
             v = s * (lam / _length((s * s).sum(dim=2, keepdim=True)))  # line 6, times λ
             q = torch.bmm(v, back).reshape(classes, -1, types, d).permute(2, 1, 0, 3)  # Wᵀv, [g, b, n, d]
             agreement = torch.bmm(q.reshape(-1, classes, d), u_t)  # <û, v>, [g*b, n, l]
-            if it == 0:
-                logits = agreement / lengths  # line 7
-            else:
-                logits = logits + agreement / lengths
+            logits = agreement / lengths if it == 0 else logits + agreement / lengths  # line 7
             c = logits.reshape(types, -1, classes, locations).permute(1, 2, 0, 3)  # [b, n, g, l]
             c = c.reshape(-1, classes, types * locations).softmax(dim=-1)  # line 8, over all children
             c = c.reshape(-1, classes, types, locations)
@@ -276,10 +272,8 @@ class RoutingPool2d(RoutingLayer):
 
     def _route(self, x: Tensor) -> Tuple[Tensor, Tensor]:
         h, w = x.shape[2], x.shape[3]
-        routed = self.compute([self.capsules(x)], self.num_iters, True)
-        pooled = self._average(x) if self.averages else self._as_map(x, routed.poses[0])
-        c = routed.couplings
-        assert c is not None
+        poses, c = self.with_couplings([self.capsules(x)], self.num_iters)
+        pooled = self._average(x) if self.averages else self._as_map(x, poses)
         c = c.reshape(-1, self.rows, self.cols, h // self.rows, w // self.cols)
         return pooled, c.transpose(2, 3).reshape(-1, x.shape[1] // self.caps_dim, h, w)
 
@@ -397,10 +391,8 @@ class RoutingCaps(RoutingLayer):
     @forward_method
     def route(self, x: Tensor) -> Tuple[Tensor, Tensor]:
         """Like :meth:`forward`, but also return couplings ``[b, out_caps, in_types, h, w]`` (sum 1 over the last 3)."""
-        routed = self.compute([self._children(x)], self.num_iters, True)
-        c = routed.couplings
-        assert c is not None
-        return routed.poses[0], split_axis(c, 3, [x.shape[2], x.shape[3]])
+        poses, c = self.with_couplings([self._children(x)], self.num_iters)
+        return poses, split_axis(c, 3, [x.shape[2], x.shape[3]])
 
     def extra_repr(self) -> str:
         return (

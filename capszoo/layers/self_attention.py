@@ -116,10 +116,7 @@ class SelfAttentionRouting(RoutingLayer):
     def _route(self, x: Tensor) -> Tuple[Tensor, Tensor]:
         torch._assert(x.shape[1] == self.in_caps, "wrong number of child capsules for this routing layer")
         torch._assert(x.shape[2] == self.in_dim, "wrong pose dimension for this routing layer")
-        routed = self.compute([x], 1, True)
-        couplings = routed.couplings
-        assert couplings is not None
-        return routed.poses[0], couplings
+        return self.with_couplings([x], 1)
 
     def reference(self, inputs: List[Tensor], num_iters: int, need_couplings: bool) -> Routed:
         """:func:`self_attention_routing` of children ``[b, i, d]``."""

@@ -111,10 +111,7 @@ def _transport_loss(
     x: Tensor, y: Tensor, num_iters: int, epsilon: float, cost: str, backprop_plan: bool
 ) -> Tensor:
     distance = ground_cost(x, y, cost)
-    if backprop_plan:
-        plan = sinkhorn_plan(distance, num_iters, epsilon)
-    else:
-        plan = sinkhorn_plan(distance.detach(), num_iters, epsilon)
+    plan = sinkhorn_plan(distance if backprop_plan else distance.detach(), num_iters, epsilon)
     return (plan * distance).sum()  # Eq. 8
 
 

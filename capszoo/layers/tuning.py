@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-__all__ = ["TUNING", "Tuning", "tuned"]
-
 
 @dataclass(frozen=True)
 class Tuning:

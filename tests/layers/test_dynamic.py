@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, library
@@ -14,7 +12,6 @@ from capszoo.layers import (
     DynamicRouting,
     SharedDynamicRouting,
     dynamic_routing,
-    squash,
 )
 from capszoo.layers.dynamic.blocked import route_votes
 from capszoo.layers.dynamic.routing import shared_dynamic_routing
@@ -23,7 +20,6 @@ from capszoo.layers.engine_choice import record_engines, use_engines
 from capszoo.layers.tuning import tuned
 from tests.reference import dynamic as naive
 from tests.support import LargestTensor
-from tests.support.errors import refuses
 from tests.support.layers import assert_same, dense_transforms
 
 F64 = torch.float64
@@ -64,34 +60,6 @@ def test_start_logits(num_iters: int, softmax_over: str) -> None:
     torch.testing.assert_close(couplings, expected_couplings.transpose(1, 2), atol=1e-11, rtol=1e-10)
 
 
-@pytest.mark.parametrize("num_iters", [1, 3])
-@pytest.mark.parametrize("softmax_over", AXES)
-def test_couplings_sum_to_one_over_the_stated_axis_only(softmax_over: str, num_iters: int) -> None:
-    votes = torch.randn(2, 5, 9, 4, dtype=F64)  # 5 parents, 9 children
-    couplings = dynamic_routing(votes, num_iters, softmax_over)[1]
-    assert couplings.shape == (2, 5, 9)
-    over, other = (1, 2) if softmax_over == "parents" else (2, 1)
-    torch.testing.assert_close(couplings.sum(over), torch.ones_like(couplings.sum(over)))
-    assert (couplings.sum(other) - 1).abs().min() > 1e-3
-
-
-@pytest.mark.parametrize("softmax_over", AXES)
-def test_first_iteration_is_a_scaled_sum(softmax_over: str) -> None:
-    votes = torch.randn(2, 5, 9, 4, dtype=F64)
-    poses, _ = dynamic_routing(votes, 1, softmax_over)
-    torch.testing.assert_close(poses, squash(votes.sum(2) / (5 if softmax_over == "parents" else 9)))
-
-
-@pytest.mark.parametrize("softmax_over", AXES)
-def test_permuting_children_changes_nothing(softmax_over: str) -> None:
-    votes = torch.randn(2, 4, 11, 3, dtype=F64)
-    order = torch.randperm(11)
-    poses, couplings = dynamic_routing(votes, 3, softmax_over)
-    other_poses, other_couplings = dynamic_routing(votes[:, :, order], 3, softmax_over)
-    torch.testing.assert_close(other_poses, poses, atol=1e-12, rtol=1e-12)
-    torch.testing.assert_close(other_couplings, couplings[:, :, order], atol=1e-12, rtol=1e-12)
-
-
 @pytest.mark.parametrize("softmax_over", AXES)
 def test_agreement_is_rewarded(softmax_over: str) -> None:
     """Children that agree about a parent are coupled to it more strongly with every iteration."""
@@ -99,12 +67,6 @@ def test_agreement_is_rewarded(softmax_over: str) -> None:
     votes[0, 1, :6] = torch.tensor([2.0, 0.0, 0.0, 0.0], dtype=F64)  # six of them agree about parent 1
     shares = [dynamic_routing(votes, t, softmax_over)[1][0, 1, :6].mean() for t in (1, 2, 3, 4)]
     assert shares[0] < shares[1] < shares[2] < shares[3]
-
-
-@pytest.mark.parametrize(("num_iters", "axis"), [(0, "parents"), (3, "children of")])
-def test_function_refuses(num_iters: int, axis: str) -> None:
-    with pytest.raises(ValueError, match="num_iters" if num_iters < 1 else "softmax_over"):
-        dynamic_routing(torch.randn(1, 2, 3, 4), num_iters, axis)
 
 
 # -- fully connected --------------------------------------------------------------------------------------------
@@ -152,15 +114,6 @@ def test_blocks_hold_memory_down() -> None:
         with LargestTensor() as made:
             layer(x)
     assert made.numel == 2 * 64 * 10 * 16
-
-
-def test_blocks_when_children_need_no_gradient() -> None:
-    layer, x = DynamicRouting(7, 3, 4, 5), torch.randn(9, 7, 3)
-    expected = torch.autograd.grad(layer(x).square().sum(), [layer.weight])
-    with tuned(dynamic_block_votes=4 * 7 * 4 * 5), use_engines("blocked"), record_engines() as choices:
-        found = torch.autograd.grad(layer(x).square().sum(), [layer.weight])
-    assert [choice.engine.name for choice in choices] == ["blocked"]
-    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("in_dim", [8, 16])
@@ -229,35 +182,6 @@ def test_the_operator_is_sound(stored: bool, axis: int) -> None:
         library.opcheck(route_votes, (*given, 3, 3, axis))
 
 
-def test_compiled_training_is_one_graph() -> None:
-    layer, x = DynamicRouting(7, 3, 4, 5), torch.randn(9, 7, 3, requires_grad=True)
-    expected = torch.autograd.grad(layer(x).square().sum(), [x, layer.weight])
-    with use_engines("blocked"), record_engines() as choices:
-        y = torch.compile(layer, backend="aot_eager", fullgraph=True)(x)
-    assert [choice.engine.name for choice in choices] == ["blocked"]
-    found = torch.autograd.grad(y.square().sum(), [x, layer.weight])
-    torch.testing.assert_close(found, expected)
-
-
-def test_wrong_number_of_children() -> None:
-    with refuses(AssertionError, names=["child", "capsules"]):
-        DynamicRouting(20, 4, 5, 6)(torch.randn(2, 19, 4))
-
-
-@pytest.mark.parametrize("kwargs", [{"num_iters": 0}, {"softmax_over": "both"}, {"init": "ones"}])
-def test_bad_settings(kwargs: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=next(iter(kwargs))):
-        DynamicRouting(4, 2, 3, 2, **kwargs)
-
-
-def test_starts() -> None:
-    assert DynamicRouting(4, 2, 3, 2).start is None
-    random = DynamicRouting(4, 2, 3, 2, init="random")
-    assert "start" in dict(random.named_buffers()) and random.start.std() > 0
-    learned = DynamicRouting(4, 2, 3, 2, init="learned")
-    assert "start" in dict(learned.named_parameters()) and not learned.start.any()
-
-
 # -- convolutional ----------------------------------------------------------------------------------------------
 
 
@@ -284,19 +208,6 @@ def test_conv_equals_naive(
     torch.testing.assert_close(over, torch.ones_like(over))
 
 
-def test_one_iteration_of_the_conv_layer_is_a_convolution() -> None:
-    layer = ConvDynamicRouting(4, 3, 5, 2, num_iters=1)
-    x = torch.randn(2, 12, 6, 7)
-    kernel = (
-        dense_transforms(layer.window)
-        .reshape(3, 3, 4, 5, 2, 3)
-        .permute(3, 4, 2, 5, 0, 1)
-        .reshape(10, 12, 3, 3)
-    )
-    expected = squash(torch.nn.functional.conv2d(x, kernel).unflatten(1, (5, 2)) / 5, dim=2).flatten(1, 2)
-    torch.testing.assert_close(layer(x), expected, atol=1e-6, rtol=1e-5)
-
-
 # -- transforms shared over the grid ----------------------------------------------------------------------------
 
 
@@ -320,20 +231,6 @@ def test_shared_equals_naive(batch: int, num_iters: int, softmax_over: str, init
     poses, couplings = layer.route(x)
     torch.testing.assert_close(poses, expected, atol=1e-11, rtol=1e-10)
     torch.testing.assert_close(couplings, expected_couplings.transpose(1, 2), atol=1e-11, rtol=1e-10)
-
-
-def test_shared_votes_are_those_of_a_grouped_convolution() -> None:
-    """The authors' form: a biased 1x1 convolution with one group per capsule type, then Procedure 1."""
-    layer = SharedDynamicRouting(4, 3, 6, 5, num_iters=3).double()
-    x = torch.randn(2, 12, 3, 2, dtype=F64)
-    transforms, offsets = shared_parts(layer)
-    # [b, g*j*e, h, w]
-    votes = torch.nn.functional.conv2d(
-        x, transforms.reshape(4 * 6 * 5, 3, 1, 1), offsets.reshape(-1), groups=4
-    )
-    votes = votes.reshape(2, 4, 6, 5, 6).permute(0, 2, 1, 4, 3).reshape(2, 6, 24, 5)  # [b, j, g*p, e]
-    expected = dynamic_routing(votes, 3, "children")[0]
-    torch.testing.assert_close(layer(x.reshape(2, 4, 3, 6)), expected, atol=1e-11, rtol=1e-10)
 
 
 def test_shared_layer_never_makes_votes() -> None:
@@ -378,71 +275,7 @@ def test_shared_routing_in_float16_over_more_children_than_its_largest_number(ne
         torch.testing.assert_close(couplings.float().sum(2), torch.ones(1, 3), atol=0.01, rtol=0)
 
 
-def test_shared_layer_takes_any_grid() -> None:
-    layer = SharedDynamicRouting(3, 4, 5, 2)
-    assert layer(torch.randn(2, 3, 4, 6)).shape == layer(torch.randn(2, 3, 4, 35)).shape == (2, 5, 2)
-    with pytest.raises(ValueError, match="positions"):
-        SharedDynamicRouting(3, 4, 5, 2, init="learned")
-
-
 # -- every layer ------------------------------------------------------------------------------------------------
-
-
-LAYERS = {
-    "dense": (lambda **kw: DynamicRouting(24, 4, 5, 6, **kw), (24, 4)),
-    "conv": (lambda **kw: ConvDynamicRouting(6, 4, 5, 6, **kw), (24, 5, 5)),
-    "shared": (lambda **kw: SharedDynamicRouting(4, 4, 5, 6, positions=6, **kw), (4, 4, 6)),
-}
-
-
-@pytest.mark.parametrize("name", LAYERS)
-@pytest.mark.parametrize("softmax_over", AXES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kind", ["zero", "constant", "random", "huge"])
-def test_finite(name: str, softmax_over: str, dtype: torch.dtype, kind: str) -> None:
-    """Zero, constant and huge capsules: finite outputs and gradients, and the dtype of the input."""
-    make, shape = LAYERS[name]
-    layer = make(softmax_over=softmax_over).to(dtype)
-    x = {
-        "zero": torch.zeros(2, *shape),
-        "constant": torch.ones(2, *shape),
-        "random": torch.randn(2, *shape),
-        "huge": torch.randn(2, *shape) * (1e2 if dtype == torch.float16 else 1e6),
-    }[kind]
-    x = x.to(dtype).requires_grad_()
-    y = layer(x)
-    y.float().sum().backward()
-    assert y.dtype == dtype
-    assert torch.isfinite(y).all()
-    for tensor in (x, *layer.parameters()):
-        assert tensor.grad is not None and torch.isfinite(tensor.grad).all()
-
-
-@pytest.mark.parametrize("name", LAYERS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_is_close(name: str, dtype: torch.dtype) -> None:
-    make, shape = LAYERS[name]
-    layer, x = make(), torch.randn(3, *shape)
-    expected = layer(x)
-    # eight bits of mantissa for bfloat16, eleven for float16, a few roundings deep
-    tolerance = (0.04 if dtype == torch.bfloat16 else 0.005) * float(expected.detach().abs().max())
-    torch.testing.assert_close(layer.to(dtype)(x.to(dtype)).float(), expected, atol=tolerance, rtol=0)
-
-
-@pytest.mark.parametrize("name", LAYERS)
-@pytest.mark.parametrize(
-    ("softmax_over", "init"), [("parents", "zero"), ("children", "learned"), ("parents", "random")]
-)
-@pytest.mark.parametrize("num_iters", [1, 3])
-def test_script_fx_and_meta(name: str, softmax_over: str, init: str, num_iters: int) -> None:
-    make, shape = LAYERS[name]
-    layer = make(softmax_over=softmax_over, init=init, num_iters=num_iters)
-    x = torch.randn(3, *shape)
-    expected = layer(x)
-    for other in (torch.jit.script(layer), torch.fx.symbolic_trace(layer)):
-        assert torch.equal(other(x), expected)
-        assert torch.equal(other(x[:2]), layer(x[:2]))  # no batch size baked in
-    assert layer.to("meta")(x.to("meta")).shape == expected.shape
 
 
 # -- one kernel, routed over types and positions ------------------------------------------------------------------
@@ -462,24 +295,3 @@ def test_conv3d_layer_equals_naive(num_iters: int, stride: int, padding: int) ->
     _, couplings = layer.route(x)
     torch.testing.assert_close(couplings, expected_couplings.permute(0, 4, 2, 3, 1).flatten(1, 3))
     torch.testing.assert_close(couplings.sum(1), torch.ones_like(couplings[:, 0]))
-
-
-def test_conv3d_layer_is_a_3d_convolution() -> None:
-    """Its first sums are those of a 3-D convolution whose depth and stride along it are a child's pose."""
-    layer = Conv3dDynamicRouting(3, 2, 4, 5, padding=1, num_iters=1).double()
-    x = torch.randn(2, 6, 4, 3, dtype=F64)
-    kernel = layer.weight.unsqueeze(1)  # [j*e, 1, d, k, l]
-    votes = torch.nn.functional.conv3d(x.unsqueeze(1), kernel, stride=(2, 1, 1), padding=(0, 1, 1))
-    sums = votes.sum(2).unflatten(1, (4, 5)) / (4 * 4 * 3) + layer.bias[:, :, None, None]
-    torch.testing.assert_close(layer(x), squash(sums, dim=2).flatten(1, 2))
-
-
-@pytest.mark.parametrize("value", [0.0, 0.5, 1e6])
-def test_conv3d_layer_is_finite(value: float) -> None:
-    layer = Conv3dDynamicRouting(3, 2, 4, 3, padding=1)
-    x = torch.full((1, 6, 3, 3), value, requires_grad=True)
-    poses = layer(x)
-    poses.sum().backward()
-    assert poses.isfinite().all() and x.grad is not None and x.grad.isfinite().all()
-    with refuses(AssertionError, names=["channels"]):
-        layer(x[:, :4])

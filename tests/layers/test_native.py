@@ -179,16 +179,6 @@ def test_threads_change_nothing(operator: Any, make: Any) -> None:
             torch.testing.assert_close(grad, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_threads_are_those_of_torch_however_many_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    call._threads.cache_clear()
-    done: list[tuple[int, int]] = []
-    for count in (2, 3, 7):
-        call.in_threads(lambda _, first, last: done.append((first, last)), count)
-    assert call._threads.cache_info().currsize == 1
-    assert sorted(done) == [(0, 1), (0, 1), (0, 2), (1, 2), (1, 2), (2, 3), (2, 4), (4, 7)]
-
-
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the processor types are those of x86-64")
 @pytest.mark.parametrize("processor", ["x86-64", "x86-64-v3"])
 def test_other_registers(processor: str, fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:

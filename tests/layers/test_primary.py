@@ -42,10 +42,3 @@ def test_script_fx_and_bias() -> None:
     x = torch.randn(2, 3, 9, 9)
     for other in (torch.jit.script(layer), torch.fx.symbolic_trace(layer)):
         assert torch.equal(other(x), layer(x))
-
-
-def test_bad_arguments() -> None:
-    with pytest.raises(ValueError, match="activation"):
-        PrimaryCaps2d(3, 4, 8, 3, activation="relu")
-    with pytest.raises(ValueError, match="num_caps"):
-        PrimaryCaps2d(3, 0, 8, 3)

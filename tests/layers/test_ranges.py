@@ -1,6 +1,8 @@
 """Sizes and settings out of range: every layer and every head names the argument."""
 
 import math
+from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from capszoo.layers import (
     CapFC,
     CapsuleNorm,
     ClassEM,
+    Conv3dDynamicRouting,
     ConvDynamicRouting,
     ConvEM,
     ConvIDPA,
@@ -19,6 +22,7 @@ from capszoo.layers import (
     DynamicRouting,
     EncapModule,
     HeinsenRouting,
+    IDPAStack,
     MasterAide,
     PrimaryCaps2d,
     RoutingCaps,
@@ -28,6 +32,14 @@ from capszoo.layers import (
     SharedDynamicRouting,
     SharedEM,
     SinkhornUnit,
+    dynamic_routing,
+    em_routing,
+    engine_report,
+    ground_cost,
+    idpa_routing,
+    routing_caps,
+    routing_pool,
+    shared_em_routing,
     sinkhorn_plan,
 )
 from capszoo.models._heads import create_head
@@ -145,7 +157,79 @@ def test_heads_name_a_size_below_its_least(routing: str, name: str, least: int) 
         create_head(16, (4, 4), 3, routing, **{name: least - 1})
 
 
-def test_an_empty_sample_has_no_transport_plan() -> None:
-    for shape in ((0, 3), (3, 0)):
-        with refuses(ValueError, names=["both", "samples"]):
-            sinkhorn_plan(torch.zeros(shape))
+def zeros(*size: int) -> torch.Tensor:
+    return torch.zeros(size)
+
+
+UNIT = dict(low_chans=8, high_chans=8, groups=4)
+SHARED_EM = [zeros(*size) for size in ((1, 2, 3, 4), (1, 2, 4), (5, 2, 3, 6), (5, 2, 6), (5,), (5,))]
+
+#: what is refused, by which error, which names
+REFUSED: list[tuple[Callable[[], Any], type[Exception], list[str]]] = [
+    (lambda: sinkhorn_plan(zeros(0, 3)), ValueError, ["both", "samples"]),
+    (lambda: sinkhorn_plan(zeros(3, 0)), ValueError, ["both", "samples"]),
+    (lambda: sinkhorn_plan(zeros(2, 2), 0), ValueError, ["num_iters", "at least 1"]),
+    (lambda: sinkhorn_plan(zeros(2, 2), 1, 0.0), ValueError, ["epsilon", "positive"]),
+    (lambda: ground_cost(zeros(2, 2), zeros(2, 2), "l1"), ValueError, ["cosine", "l2"]),
+    (lambda: SinkhornUnit(6, 8, groups=4), ValueError, ["multiples", "groups"]),
+    (lambda: SinkhornUnit(**UNIT, generator="gan"), ValueError, ["capsule", "cnn"]),
+    (lambda: SinkhornUnit(**UNIT, metric="js"), ValueError, ["sinkhorn", "kl"]),
+    (lambda: SinkhornUnit(**UNIT, cost="l1"), ValueError, ["cosine", "l2"]),
+    (lambda: dynamic_routing(zeros(1, 2, 3, 4), 0), ValueError, ["num_iters"]),
+    (lambda: dynamic_routing(zeros(1, 2, 3, 4), 3, "both"), ValueError, ["softmax_over", "both"]),
+    (lambda: DynamicRouting(**VOTES, num_iters=0), ValueError, ["num_iters"]),
+    (lambda: DynamicRouting(**VOTES, softmax_over="both"), ValueError, ["softmax_over", "both"]),
+    (lambda: DynamicRouting(**VOTES, init="ones"), ValueError, ["init", "ones"]),
+    (lambda: SharedDynamicRouting(**SHARED, init="learned"), ValueError, ["positions"]),
+    (lambda: em_routing(zeros(1, 2, 3, 4), zeros(1, 3), zeros(2), zeros(2), 0), ValueError, ["num_iters"]),
+    (lambda: shared_em_routing(*SHARED_EM, num_iters=0), ValueError, ["num_iters"]),
+    (lambda: ConvEM(2, 3, num_iters=0), ValueError, ["num_iters"]),
+    (lambda: ConvEM(2, 3, pose_size=1), ValueError, ["pose_size"]),
+    (lambda: ClassEM(2, 3, num_iters=0), ValueError, ["num_iters"]),
+    (lambda: SharedEM(**SHARED, num_iters=0), ValueError, ["num_iters"]),
+    (lambda: idpa_routing(zeros(1, 2, 3, 4), 0), ValueError, ["num_iters"]),
+    (lambda: FCIDPA(3, 2, 5), ValueError, ["square", "pose='vector'"]),
+    (lambda: ConvIDPA(3, 2, 16, 4), ValueError, ["square", "pose='vector'"]),
+    (lambda: FCIDPA(3, 2, pose="tensor"), ValueError, ["matrix", "vector"]),
+    (lambda: ConvIDPA(3, 2, parent_init="ones"), ValueError, ["zero", "random", "learned"]),
+    (lambda: FCIDPA(3, 2, num_iters=0), ValueError, ["num_iters", "at least 1"]),
+    (lambda: IDPAStack(OrderedDict(a=FCIDPA(3, 2)), 0), ValueError, ["num_iters"]),
+    (lambda: IDPAStack(OrderedDict(a=FCIDPA(3, 2)), routing="parallel"), ValueError, ["sequential"]),
+    (lambda: CapConv(6, 8, groups=4), ValueError, ["multiples", "groups"]),
+    (lambda: CapConv(**GROUPED, coefficients="mine"), ValueError, ["own", "cross", "both"]),
+    (lambda: CapConv(**GROUPED, mode="aide"), ValueError, ["master", "master_aide"]),
+    (lambda: CapConv(**GROUPED, kernel_size=2), ValueError, ["kernel_size", "odd"]),
+    (lambda: ConvSelfRouting(2, 3, 4, 0), ValueError, ["out_dim", "poses"]),
+    (lambda: PrimaryCaps2d(3, 4, 8, 3, activation="relu"), ValueError, ["activation", "relu"]),
+    (lambda: engine_report(FCIDPA(6, 3, 4), mode="graph"), ValueError, ["eager", "compiled", "graph"]),
+    (lambda: RoutingPool2d(0), ValueError, ["caps_dim"]),
+    (lambda: RoutingPool2d(activation="relu"), ValueError, ["activation", "relu"]),
+    (lambda: RoutingPool2d(output_size=0), ValueError, ["output_size"]),
+    (lambda: RoutingPool2d(output_size=2, flatten=True), ValueError, ["flatten", "output_size"]),
+    (lambda: routing_pool(zeros(1, 2, 3, 4), num_iters=0), ValueError, ["num_iters"]),
+    (lambda: routing_pool(zeros(1, 2, 3, 4), lam=-1.0), ValueError, ["lam", "-1.0"]),
+    (lambda: routing_caps(zeros(1, 2, 3, 4), zeros(5, 8, 6), activation="sq"), ValueError, ["squash", "sq"]),
+    # inputs
+    (lambda: RoutingPool2d(5)(zeros(1, 12, 2, 2)), AssertionError, ["caps_dim=5"]),
+    (lambda: RoutingPool2d(5, lam=0.0)(zeros(1, 12, 2, 2)), AssertionError, ["caps_dim=5"]),
+    (lambda: DynamicRouting(**VOTES)(zeros(2, 3, 4)), AssertionError, ["number", "capsules"]),
+    (lambda: DynamicRouting(**VOTES)(zeros(2, 2, 5)), AssertionError, ["dimension"]),
+    (lambda: SelfAttentionRouting(**VOTES)(zeros(2, 3, 4)), AssertionError, ["number", "capsules"]),
+    (lambda: SelfAttentionRouting(**VOTES)(zeros(2, 2, 5)), AssertionError, ["dimension"]),
+    (lambda: SelfRouting(**VOTES)(zeros(2, 3, 4), zeros(2, 3)), AssertionError, ["number", "capsules"]),
+    (lambda: SelfRouting(**VOTES)(zeros(2, 2, 5), zeros(2, 2)), AssertionError, ["dimension"]),
+    (lambda: HeinsenRouting(**VOTES)(zeros(2, 3, 4)), AssertionError, ["number", "capsules"]),
+    (lambda: HeinsenRouting(0, 4, 3, 4)(zeros(2, 3, 5)), AssertionError, ["dimension"]),
+    (lambda: ConvSelfRouting(2, 3, 4, 5)(zeros(1, 6, 5, 5)), AssertionError, ["channels"]),
+    (lambda: Conv3dDynamicRouting(3, 2, 4, 3)(zeros(1, 4, 3, 3)), AssertionError, ["channels"]),
+    (lambda: ConvEM(3, 4)(zeros(2, 48, 5, 5)), AssertionError, ["51 channels"]),
+    (lambda: ClassEM(3, 4)(zeros(2, 48, 5, 5)), AssertionError, ["51 channels"]),
+    (lambda: ConvEM(2, 3)(zeros(2, 34, 2, 2)), AssertionError, ["smaller", "window"]),
+    (lambda: ConvDynamicRouting(2, 4, 3, 4)(zeros(2, 8, 2, 2)), AssertionError, ["smaller", "window"]),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "names"), REFUSED)
+def test_refusals(call: Callable[[], Any], error: type[Exception], names: list[str]) -> None:
+    with refuses(error, names=names):
+        call()

@@ -9,7 +9,6 @@ from capszoo.layers import SelfAttentionRouting, Squash, exponential_squash, sel
 from tests.reference import dynamic as naive_votes
 from tests.reference import self_attention as naive
 from tests.reference.squash import exponential_squash_vector
-from tests.support.errors import refuses
 from tests.support.layers import assert_same, dense_transforms
 
 F64 = torch.float64
@@ -54,26 +53,3 @@ def test_layer_equals_the_procedure() -> None:
     expected, couplings = naive.route(votes, layer.bias.t())
     assert_same(layer(x), expected, [x, layer.weight, layer.bias])
     torch.testing.assert_close(layer.route(x)[1], couplings.transpose(1, 2))
-
-
-def test_without_a_bias_it_is_a_bias_of_zero() -> None:
-    votes = torch.randn(2, 3, 5, 4)
-    plain, zero = self_attention_routing(votes), self_attention_routing(votes, torch.zeros(3, 5))
-    assert torch.equal(plain[0], zero[0]) and torch.equal(plain[1], zero[1])
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("scale", [0.0, 1.0, 100.0])
-def test_half_types_and_awkward_inputs(dtype: torch.dtype, scale: float) -> None:
-    votes = (torch.randn(2, 3, 5, 4) * scale).to(dtype).requires_grad_()
-    poses, couplings = self_attention_routing(votes)
-    assert poses.dtype == couplings.dtype == dtype
-    poses.sum().backward()
-    assert torch.isfinite(poses).all() and torch.isfinite(votes.grad).all()
-
-
-def test_wrong_sizes_are_refused() -> None:
-    with refuses(AssertionError, names=["number", "capsules"]):
-        SelfAttentionRouting(6, 3, 4, 5)(torch.randn(1, 5, 3))
-    with refuses(ValueError, names=["in_caps"]):
-        SelfAttentionRouting(0, 3, 4, 5)

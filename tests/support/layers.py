@@ -44,15 +44,20 @@ def shaken(module: nn.Module) -> nn.Module:
     return module
 
 
-def assert_same(fast: Tensor, expected: Tensor, inputs: list[Tensor]) -> None:
-    """Equal values, and equal gradients of a random functional of them."""
-    torch.testing.assert_close(fast, expected, atol=1e-11, rtol=1e-10)
-    weights = torch.randn(fast.shape, dtype=F64)
-    grads = torch.autograd.grad((fast * weights).sum(), inputs, retain_graph=True)
-    expected_grads = torch.autograd.grad((expected * weights).sum(), inputs, retain_graph=True)
+def assert_same(fast: Any, expected: Any, inputs: list[Tensor], atol: float = 1e-11) -> None:
+    """Equal values (tensors, or several), and equal gradients of a random functional of them."""
+    fast, expected = tree_leaves(fast), tree_leaves(expected)
+    torch.testing.assert_close(fast, expected, atol=atol, rtol=10 * atol)
+    weights = [torch.randn(t.shape, dtype=F64) for t in fast]
+    grads, expected_grads = (
+        torch.autograd.grad(
+            sum((t * w).sum() for t, w in zip(values, weights, strict=True)), inputs, retain_graph=True
+        )
+        for values in (fast, expected)
+    )
     for grad, expected_grad in zip(grads, expected_grads, strict=True):
         assert expected_grad.abs().max() > 0
-        torch.testing.assert_close(grad, expected_grad, atol=1e-10, rtol=1e-9)
+        torch.testing.assert_close(grad, expected_grad, atol=10 * atol, rtol=100 * atol)
 
 
 def dense_transforms(layer: DynamicRouting) -> Tensor:

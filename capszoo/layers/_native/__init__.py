@@ -11,8 +11,6 @@ from ..engine import Call
 from ..tuning import TUNING
 from .build import build_error, compiler
 
-__all__ = ["does_not_build", "no_compiler", "not_native"]
-
 
 def not_native(call: Call, source: str, forced: bool, **sizes: int) -> str:
     """Why the C++ code cannot compute the call (in float32 or wider), or does not pay; an empty string if it does.
@@ -20,8 +18,13 @@ def not_native(call: Call, source: str, forced: bool, **sizes: int) -> str:
     It is compiled for these sizes if all else is given, unless that was done before.
     """
     dtype = wide_type(call.dtype)
-    reason = no_compiler(dtype) or ("" if forced else _too_few_votes(call))
-    return reason or does_not_build(source, dtype, **sizes)
+    if reason := no_compiler(dtype):
+        return reason
+    if not forced and call.grad and call.votes < TUNING.native_min_votes:
+        return "needs votes of at least TUNING.native_min_votes elements"
+    if not forced and not call.grad and call.votes < TUNING.native_min_votes_without_grad:
+        return "needs votes of at least TUNING.native_min_votes_without_grad elements"
+    return does_not_build(source, dtype, **sizes)
 
 
 def no_compiler(dtype: torch.dtype) -> str:
@@ -29,15 +32,6 @@ def no_compiler(dtype: torch.dtype) -> str:
     if dtype not in (torch.float32, torch.float64):
         return "needs float32 or float64"
     return "" if compiler() else "needs a C++ compiler (CXX, g++ or clang++), and CAPSZOO_NATIVE other than 0"
-
-
-def _too_few_votes(call: Call) -> str:
-    """Reason why the C++ code does not pay for so few votes; an empty string if it does."""
-    if call.grad and call.votes < TUNING.native_min_votes:
-        return "needs votes of at least TUNING.native_min_votes elements"
-    if not call.grad and call.votes < TUNING.native_min_votes_without_grad:
-        return "needs votes of at least TUNING.native_min_votes_without_grad elements"
-    return ""
 
 
 def does_not_build(source: str, dtype: torch.dtype, **sizes: int) -> str:

@@ -15,8 +15,6 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["build_error", "compiler", "load"]
-
 HERE = Path(__file__).parent
 
 # without -ffast-math, NaN and infinity keep their meaning

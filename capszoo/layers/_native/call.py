@@ -10,8 +10,6 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-__all__ = ["arguments", "in_threads", "parts_of"]
-
 
 def arguments(*values: Any) -> list[Any]:
     """Tensors (contiguous; None and empty ones become null), integers and floats as arguments of a C function."""

@@ -11,12 +11,10 @@ from typing import Any, Dict, Optional, Tuple
 import torch
 from torch import Tensor, library
 
-from .._autograd import count_as_reference, refuse_second_gradient
+from .._autograd import count_as_reference, new_like, refuse_second_gradient
 from ..squash import squared_lengths, squash, squash_gradient
 from .build import load
 from .call import arguments, in_threads
-
-__all__ = ["MAX_DIM", "dynamic_in_lanes", "dynamic_sizes"]
 
 #: Largest pose dimension. The C++ code is compiled for the dimensions of a layer; larger poses are not tested.
 MAX_DIM = 64
@@ -154,8 +152,8 @@ def _(x: Tensor, weight: Tensor, first: Tensor, num_iters: int) -> Tuple[Tensor,
 
 
 @_dynamic_in_lanes_backward.register_fake
-def _(x: Tensor, weight: Tensor, *rest: Any) -> Tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), weight.new_empty(weight.shape)
+def _(x: Tensor, weight: Tensor, *rest: Any) -> Tuple[Tensor, ...]:
+    return new_like(x, weight)
 
 
 def _results(x: Tensor, first: Tensor, num_iters: int) -> Tuple[Tensor, Tensor, Tensor]:

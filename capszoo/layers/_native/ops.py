@@ -11,20 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, library
 
-from .._autograd import count_as_reference, refuse_batched_gradient, refuse_second_gradient
+from .._autograd import count_as_reference, new_like, refuse_batched_gradient, refuse_second_gradient
+from ..engine import Call
+from . import not_native
 from .build import load
 from .call import arguments, in_threads, parts_of
-
-__all__ = [
-    "MAX_TRANSFORM",
-    "TRANSFORM_TOO_LARGE",
-    "grouped",
-    "in_lanes",
-    "pass_sizes",
-    "routing_pass",
-    "ungrouped",
-    "weight_in_lanes",
-]
 
 _BYTES = 64  # of a block of lanes: one register or several, see lanes.h
 
@@ -149,7 +140,7 @@ def _routing_pass_backward(
     """Gradients of the seven tensors of :func:`routing_pass`; empty for those that are None."""
     tensors = _contiguous(rows, activations, weight, mean, precision, pull, height)
     incoming = _contiguous(mass, sums, grad_mass, grad_sums, grad_squares, grad_couplings)
-    grads = _like(rows, activations, weight, mean, precision, pull, height)
+    grads = list(new_like(rows, activations, weight, mean, precision, pull, height))
     count, parents = mean.shape[:2]
     # every thread adds to a gradient of the transforms of its own
     of_weight = [weight.new_zeros(weight.shape) for _ in range(parts_of(count))]
@@ -168,14 +159,7 @@ def _routing_pass_backward(
 
 @_routing_pass_backward.register_fake
 def _(*given: Any) -> List[Tensor]:
-    return _like(*given[:7])
-
-
-def _like(*tensors: Optional[Tensor]) -> List[Tensor]:
-    """New tensors of these shapes; empty ones for None."""
-    first = tensors[0]
-    assert first is not None
-    return [first.new_empty((0,) if t is None else t.shape) for t in tensors]
+    return list(new_like(*given[:7]))
 
 
 def _contiguous(*tensors: Optional[Tensor]) -> List[Optional[Tensor]]:
@@ -184,16 +168,22 @@ def _contiguous(*tensors: Optional[Tensor]) -> List[Optional[Tensor]]:
 
 def _code(rows: Tensor, mean: Tensor, squares: bool) -> ctypes.CDLL:
     p, q = rows.shape[2:4]
-    sizes = pass_sizes(p, q, mean.shape[2] // p, squares)
+    sizes = _sizes(p, q, mean.shape[2] // p, squares)
     return load("routing_pass", rows.dtype == torch.float64, **sizes)
 
 
 #: Largest q * r: transforms of more elements would fill the registers many times.
-MAX_TRANSFORM = 64
-TRANSFORM_TOO_LARGE = "needs transforms with no more elements than its code keeps in registers"
+_MAX_TRANSFORM = 64
 
 
-def pass_sizes(rows: int, inner: int, cols: int, squares: bool) -> Dict[str, int]:
+def not_routing_pass(call: Call, rows: int, inner: int, cols: int, squares: bool, forced: bool) -> str:
+    """:func:`.not_native` of the operator."""
+    if inner * cols > _MAX_TRANSFORM:
+        return "needs transforms with no more elements than its code keeps in registers"
+    return not_native(call, "routing_pass", forced, **_sizes(rows, inner, cols, squares))
+
+
+def _sizes(rows: int, inner: int, cols: int, squares: bool) -> Dict[str, int]:
     """Macros of routing_pass.cpp."""
     return {"P": rows, "Q": inner, "R": cols, "SQUARES": int(squares)}
 

@@ -9,8 +9,6 @@ import os
 import torch
 from torch import Tensor
 
-__all__ = ["not_fused", "use_triton"]
-
 _FOUND = importlib.util.find_spec("triton") is not None
 
 _enabled = os.environ.get("CAPSZOO_TRITON", "1") != "0"

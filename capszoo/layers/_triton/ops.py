@@ -8,9 +8,7 @@ from typing import Any, Optional, Tuple
 import torch
 from torch import Tensor, library
 
-from .._autograd import count_as_reference, refuse_second_gradient
-
-__all__ = ["fused_norm", "fused_pass"]
+from .._autograd import count_as_reference, new_like, refuse_second_gradient
 
 
 @library.custom_op("capszoo::fused_pass", mutates_args=())
@@ -93,12 +91,8 @@ def fused_pass_backward(
 
 
 @fused_pass_backward.register_fake
-def _(children: Tensor, weight: Tensor, parents: Tensor, *rest: Any) -> Tuple[Tensor, Tensor, Tensor]:
-    return (
-        children.new_empty(children.shape),
-        weight.new_empty(weight.shape),
-        parents.new_empty(parents.shape),
-    )
+def _(children: Tensor, weight: Tensor, parents: Tensor, *rest: Any) -> Tuple[Tensor, ...]:
+    return new_like(children, weight, parents)
 
 
 @library.custom_op("capszoo::fused_norm", mutates_args=())

@@ -25,37 +25,18 @@ Files: ``routing`` has the steps as functions, ``convolutions`` and ``layers`` p
 ``engines`` training with less memory or time.
 """
 
-from .convolutions import CapGroupConv2d, CoefficientConv2d
-from .layers import (
-    COEFFICIENTS,
-    CapConv,
-    CapFC,
-    EncapModule,
-    MasterAide,
-)
-from .routing import (
-    SquashGroups,
-    cap_fc,
-    capconv_combine,
-    grouped_pointwise,
-    groups_together,
-    merge_groups,
-    squash_groups,
-)
+from .convolutions import CoefficientConv2d
+from .layers import CapConv, CapFC, EncapModule, MasterAide
+from .routing import SquashGroups, cap_fc, capconv_combine, squash_groups
 
 __all__ = [
-    "COEFFICIENTS",
     "CapConv",
     "CapFC",
-    "CapGroupConv2d",
     "CoefficientConv2d",
     "EncapModule",
     "MasterAide",
     "SquashGroups",
     "cap_fc",
     "capconv_combine",
-    "grouped_pointwise",
-    "groups_together",
-    "merge_groups",
     "squash_groups",
 ]

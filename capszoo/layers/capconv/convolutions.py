@@ -9,8 +9,6 @@ from torch import Tensor
 
 from .routing import grouped_pointwise, groups_together, merge_groups
 
-__all__ = ["CapGroupConv2d", "CoefficientConv2d", "XavierConv2d"]
-
 
 class XavierConv2d(nn.Conv2d):
     """A convolution initialised as in the release (Xavier, normal), with a constant bias.

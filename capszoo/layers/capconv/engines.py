@@ -18,8 +18,6 @@ from ..tuning import TUNING
 from .convolutions import CapGroupConv2d, XavierConv2d
 from .routing import SquashGroups, merge_groups
 
-__all__ = ["OneConvolution", "Recompute", "RecomputeBranches"]
-
 
 class Norm(NamedTuple):
     """A BatchNorm and the statistics that it applied, each ``[g*d]``."""
@@ -178,7 +176,6 @@ class Recompute(Engine):
     evidence = "capConv: recompute"
     modes = ("eager",)
     devices = ("cpu",)
-    atol = {torch.float64: 1e-11, torch.float32: 2e-6}
     #: reason for its refusal of modules that are not plain
     altered = "needs the original norm and squash, without hooks"
 
@@ -191,7 +188,7 @@ class Recompute(Engine):
     def refusal(cls, layer: Any, call: Call, forced: bool = False) -> str:
         if reason := super().refusal(layer, call, forced):
             return reason
-        if call.dtype not in cls.atol:
+        if call.dtype not in (torch.float64, torch.float32):
             return "needs float32 or float64: half precision is squashed in float32"
         modules = cls.modules(layer)
         if call.routings == 1 and any(m.training for m in modules if isinstance(m, nn.BatchNorm2d)):

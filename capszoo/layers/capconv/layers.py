@@ -14,23 +14,7 @@ from .._modules import at_least, is_plain
 from ..engine import Reference, Routed, RoutingLayer
 from .convolutions import CapGroupConv2d, CoefficientConv2d, XavierConv2d
 from .engines import OneConvolution, Recompute, RecomputeBranches
-from .routing import (
-    SquashGroups,
-    cap_fc,
-    capconv_combine,
-    merge_groups,
-)
-
-__all__ = [
-    "COEFFICIENTS",
-    "CapConv",
-    "CapFC",
-    "CapGroupConv2d",
-    "CoefficientConv2d",
-    "EncapModule",
-    "MasterAide",
-    "SquashGroups",
-]
+from .routing import SquashGroups, cap_fc, capconv_combine, merge_groups
 
 torch.fx.wrap("split_axis")
 
@@ -117,7 +101,13 @@ class MasterAide(_GroupedLayer):
             # one convolution of both branches, side by side in each group, instead of two and their sum
             grid = [split_axis(x, 1, [self.groups, x.shape[1] // self.groups]) for x in (master, aide)]
             pair = torch.cat(grid, dim=2).flatten(1, 2)  # [b, g*2d, h, w]
-            maps = self._coefficients(pair)
+            weight = self.graph_weight
+            if weight is None:
+                weight = self.coefficient_weight()
+            maps = F.conv2d(
+                pair, weight, self.coef_aide.bias, 1, 1, 1, self.groups // self.coef_aide.together
+            )
+            maps = split_axis(maps, 1, [self.groups, 2])
             return maps[:, :, 0], maps[:, :, 1]
         first = self.coef_master(master)
         second = self.coef_aide(aide)
@@ -133,14 +123,6 @@ class MasterAide(_GroupedLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.compute([self.master(x), self.aide(x)], 1, False).poses[0]
-
-    def _coefficients(self, pair: Tensor) -> Tensor:
-        """Both coefficients ``[b, g, 2, h, w]`` from both branches side by side, ``[b, g*2d, h, w]``."""
-        weight = self.graph_weight
-        if weight is None:
-            weight = self.coefficient_weight()
-        maps = F.conv2d(pair, weight, self.coef_aide.bias, 1, 1, 1, self.groups // self.coef_aide.together)
-        return split_axis(maps, 1, [self.groups, 2])
 
     @torch.jit.unused
     def children_are_plain(self) -> bool:

@@ -13,16 +13,6 @@ from .._layout import split_axis
 from .._modules import at_least
 from ..squash import squash
 
-__all__ = [
-    "SquashGroups",
-    "cap_fc",
-    "capconv_combine",
-    "grouped_pointwise",
-    "groups_together",
-    "merge_groups",
-    "squash_groups",
-]
-
 torch.fx.wrap("split_axis")
 
 

@@ -24,8 +24,6 @@ from .._precision import upcast_half, wide_type
 from ..squash import squared_lengths, squash, squash_gradient
 from ..tuning import TUNING
 
-__all__ = ["Blocks", "route_votes"]
-
 
 class Blocks:
     """The votes of one block of images after the other, in buffers that are allocated once.

@@ -18,8 +18,6 @@ from ..tuning import TUNING
 from .blocked import Blocks, route_votes
 from .routing import dynamic_routing, shared_dynamic_routing
 
-__all__ = ["Blocked", "Native", "SharedFloat32"]
-
 _HALF = (torch.float16, torch.bfloat16)
 _NO_VOTES = "needs more than one iteration: the first forms no votes"
 
@@ -95,7 +93,6 @@ class Native(Engine):
 
     name = "native"
     evidence = "Dynamic routing: native"
-    keeps_votes = False
     devices = ("cpu",)
 
     @classmethod
@@ -128,7 +125,6 @@ class SharedFloat32(Engine):
 
     name = "float32"
     evidence = "Dynamic routing: float32"
-    keeps_votes = False
     devices = ("cpu",)
 
     @classmethod

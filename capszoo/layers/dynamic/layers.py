@@ -18,16 +18,8 @@ from ..squash import squash
 from .engines import Blocked, Native, SharedFloat32
 from .routing import check_arguments, dynamic_routing, shared_dynamic_routing
 
-__all__ = ["Conv3dDynamicRouting", "ConvDynamicRouting", "DynamicRouting", "SharedDynamicRouting"]
-
 torch.fx.wrap("split_axis")
 torch.fx.wrap("upcast_half")
-
-
-def _check(num_iters: int, softmax_over: str, init: str) -> None:
-    check_arguments(num_iters, softmax_over)
-    if init not in ("zero", "random", "learned"):
-        raise ValueError(f"init must be 'zero', 'random' or 'learned', not {init!r}")
 
 
 class _DynamicLayer(RoutingLayer):
@@ -44,7 +36,9 @@ class _DynamicLayer(RoutingLayer):
         self, num_iters: int, softmax_over: str, init: str, num_parents: int, num_children: int
     ) -> None:
         super().__init__()
-        _check(num_iters, softmax_over, init)
+        check_arguments(num_iters, softmax_over)
+        if init not in ("zero", "random", "learned"):
+            raise ValueError(f"init must be 'zero', 'random' or 'learned', not {init!r}")
         self.num_iters = num_iters
         self.softmax_over = softmax_over
         self.init = init
@@ -166,10 +160,7 @@ class DynamicRouting(_DynamicLayer):
         """Children ``[b, i, d]`` to parents ``[b, j, e]`` and the couplings ``[b, j, i]`` of the last iteration."""
         torch._assert(x.shape[1] == self.in_caps, "wrong number of child capsules for this routing layer")
         torch._assert(x.shape[2] == self.in_dim, "wrong pose dimension for this routing layer")
-        routed = self.compute([x], self.num_iters, True)
-        couplings = routed.couplings
-        assert couplings is not None
-        return routed.poses[0], couplings
+        return self.with_couplings([x], self.num_iters)
 
     def extra_repr(self) -> str:
         return (
@@ -329,10 +320,7 @@ class Conv3dDynamicRouting(RoutingLayer):
     @forward_method
     def route(self, x: Tensor) -> Tuple[Tensor, Tensor]:
         """Like ``forward``, and the last iteration's couplings ``[b, j * h' * w', i]``, which sum to 1 over axis 1."""
-        routed = self.compute([x], self.num_iters, True)
-        couplings = routed.couplings
-        assert couplings is not None
-        return routed.poses[0], couplings
+        return self.with_couplings([x], self.num_iters)
 
     def extra_repr(self) -> str:
         return (
@@ -417,10 +405,7 @@ class SharedDynamicRouting(_DynamicLayer):
     @forward_method
     def route(self, x: Tensor) -> Tuple[Tensor, Tensor]:
         """Children ``[b, g, d, p]`` to parents ``[b, j, e]``, and the last iteration's couplings ``[b, j, g * p]``."""
-        routed = self.compute([x], self.num_iters, True)
-        couplings = routed.couplings
-        assert couplings is not None
-        return routed.poses[0], couplings
+        return self.with_couplings([x], self.num_iters)
 
     def extra_repr(self) -> str:
         return (

@@ -20,8 +20,6 @@ from torch import Tensor
 from .._precision import upcast_half
 from ..squash import squash
 
-__all__ = ["check_arguments", "dynamic_routing", "shared_dynamic_routing"]
-
 torch.fx.wrap("upcast_half")
 torch.fx.wrap("_divided_in_float16")
 

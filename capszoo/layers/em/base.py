@@ -11,16 +11,7 @@ from .._precision import upcast_half
 from ..engine import Routed, RoutingLayer
 from .steps import Settings, check_iterations
 
-__all__ = ["EMLayer", "MatrixEM"]
-
 torch.fx.wrap("upcast_half")
-
-
-def _init_transforms(weight: Tensor, noise: float) -> None:
-    """Identity plus noise: a parent starts as the mean of its children's poses."""
-    with torch.no_grad():
-        nn.init.normal_(weight, std=noise)
-        weight += torch.eye(weight.shape[-1], dtype=weight.dtype, device=weight.device)
 
 
 class EMLayer(RoutingLayer):
@@ -93,7 +84,10 @@ class MatrixEM(EMLayer):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        _init_transforms(self.weight, self.init_noise)
+        """Transforms are the identity plus noise: a parent starts as the mean of its children's poses."""
+        nn.init.normal_(self.weight, std=self.init_noise)
+        with torch.no_grad():
+            self.weight.add_(torch.eye(self.pose_size, dtype=self.weight.dtype, device=self.weight.device))
         nn.init.constant_(self.beta_v, self.init_beta_v)
         nn.init.zeros_(self.beta_a)
 

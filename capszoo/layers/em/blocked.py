@@ -9,12 +9,10 @@ from typing import Any, List, Optional, Tuple
 import torch
 from torch import Tensor, library
 
-from .._autograd import count_as_reference, differentiable_once, refuse_second_gradient
+from .._autograd import count_as_reference, differentiable_once, new_like, refuse_second_gradient
 from ..tuning import TUNING
 from .routing import route_moments
 from .steps import Settings, first_weights
-
-__all__ = ["em_windows"]
 
 
 class VoteBuffer:
@@ -80,34 +78,6 @@ def _row(column: Tensor) -> Tensor:
     return column.flatten(1).unsqueeze(1)
 
 
-def _in_blocks(
-    poses: Tensor,
-    activations: Tensor,
-    weight: Tensor,
-    beta_v: Tensor,
-    beta_a: Tensor,
-    settings: Settings,
-    need_couplings: bool,
-) -> Tuple[Tensor, ...]:
-    """:func:`.window_routing`, one block of windows at a time; couplings where requested."""
-    parents, (count, children, pose_dim) = beta_v.shape[0], poses.shape
-    outputs = [poses.new_empty(count, parents, pose_dim), poses.new_empty(count, parents)]
-    if need_couplings:
-        outputs.append(poses.new_empty(count, parents, children))
-    transforms = _children_last(weight)
-    block, buffers = _buffers(transforms, pose_dim, count, 2)
-    for start in range(0, count, block):
-        part = slice(start, start + block)
-        rows = _rows(poses[part])
-        even = first_weights(activations[part], parents, settings.eps)[0]
-        mean, votes, squares = _votes_about_mean(rows, even, transforms, buffers)
-        zero = torch.zeros_like(mean)
-        results = route_moments(votes, squares, mean, zero, activations[part], beta_v, beta_a, settings)
-        for output, result in zip(outputs, results, strict=False):
-            output[part] = result
-    return tuple(outputs)
-
-
 def _children_last(weight: Tensor) -> Tensor:
     """The transforms ``[i, q, j, r]`` as ``[j, r, q, i]``."""
     return weight.permute(2, 3, 1, 0).contiguous()
@@ -159,18 +129,33 @@ def em_windows(
     normalize_cost: bool,
     need_couplings: bool,
 ) -> Tuple[Tensor, Tensor, Tensor]:
-    """:func:`window_routing`, one block of windows at a time; couplings are empty unless requested."""
+    """:func:`.window_routing`, one block of windows at a time; couplings are empty unless requested."""
     settings = Settings(num_iters, lam_start, lam_step, var_floor, eps, normalize_cost)
-    routed = _in_blocks(poses, activations, weight, beta_v, beta_a, settings, need_couplings)
-    return routed[0], routed[1], routed[2] if need_couplings else poses.new_empty(0)
+    outputs = _results(poses, beta_v, need_couplings)
+    transforms = _children_last(weight)
+    block, buffers = _buffers(transforms, poses.shape[2], len(poses), 2)
+    for start in range(0, len(poses), block):
+        part = slice(start, start + block)
+        even = first_weights(activations[part], len(beta_v), eps)[0]
+        mean, votes, squares = _votes_about_mean(_rows(poses[part]), even, transforms, buffers)
+        zero = torch.zeros_like(mean)
+        results = route_moments(votes, squares, mean, zero, activations[part], beta_v, beta_a, settings)
+        for output, result in zip(outputs[: 2 + need_couplings], results, strict=False):
+            output[part] = result
+    return outputs
 
 
 @em_windows.register_fake
 def _(
     poses: Tensor, activations: Tensor, weight: Tensor, beta_v: Tensor, *rest: Any
 ) -> Tuple[Tensor, Tensor, Tensor]:
+    return _results(poses, beta_v, rest[-1])
+
+
+def _results(poses: Tensor, beta_v: Tensor, need_couplings: bool) -> Tuple[Tensor, Tensor, Tensor]:
+    """Uninitialised poses, logits and couplings."""
     parents, (count, children, pose_dim) = beta_v.shape[0], poses.shape
-    couplings = poses.new_empty((count, parents, children) if rest[-1] else (0,))  # need_couplings
+    couplings = poses.new_empty((count, parents, children) if need_couplings else (0,))
     return poses.new_empty(count, parents, pose_dim), poses.new_empty(count, parents), couplings
 
 
@@ -202,7 +187,7 @@ def _em_windows_backward(
 
 @_em_windows_backward.register_fake
 def _(*given: Any) -> Tuple[Tensor, ...]:
-    return tuple(t.new_empty(t.shape) for t in given[:5])
+    return new_like(*given[:5])
 
 
 def _keep(ctx: Any, inputs: Tuple[Any, ...], output: Tuple[Tensor, Tensor, Tensor]) -> None:
@@ -233,7 +218,7 @@ def _multiply_adds(poses: Any, _a: Any, weight: Any, _v: Any, _b: Any, num_iters
 def _gradients(
     tensors: Tuple[Tensor, ...], settings: Settings, gradients: Tuple[Optional[Tensor], ...]
 ) -> Tuple[Tensor, ...]:
-    """Gradients of the tensors of :func:`_in_blocks`, from those of its results; recomputes the votes of each block.
+    """Gradients of the tensors of :func:`em_windows`, from those of its results; recomputes the votes of each block.
 
     The buffers for votes, squares and gradients are allocated once: newly allocated memory costs more time than the
     arithmetic does.

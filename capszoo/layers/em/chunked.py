@@ -14,8 +14,6 @@ from torch import Tensor
 from ..tuning import TUNING
 from .steps import MIN_SHARE, VAR_SHARE, Settings, first_weights, log_weight, parent_logits
 
-__all__ = ["chunked_routing"]
-
 
 def chunked_routing(
     poses: Tensor,

@@ -8,8 +8,7 @@ from typing import Any, Dict, List
 
 from torch import Tensor
 
-from .._native import not_native
-from .._native.ops import MAX_TRANSFORM, TRANSFORM_TOO_LARGE, pass_sizes
+from .._native.ops import not_routing_pass
 from .._precision import upcast_half
 from ..engine import Call, Engine, Routed
 from ..tuning import TUNING
@@ -17,8 +16,6 @@ from .blocked import em_windows
 from .chunked import chunked_routing
 from .native import native_routing
 from .shared import StepsInBlocks
-
-__all__ = ["Blocked", "Chunked", "Frozen", "Native", "SharedBlocked"]
 
 
 class Frozen(Engine):
@@ -77,7 +74,6 @@ class Blocked(Engine):
 
     name = "blocked"
     evidence = "EM: blocked"
-    keeps_votes = False
     devices = ("cpu",)
 
     @classmethod
@@ -106,17 +102,13 @@ class Native(Engine):
 
     name = "native"
     evidence = "EM: native"
-    keeps_votes = False
     devices = ("cpu",)
 
     @classmethod
     def refusal(cls, layer: Any, call: Call, forced: bool = False) -> str:
         if reason := super().refusal(layer, call, forced):
             return reason
-        if layer.pose_size**2 > MAX_TRANSFORM:
-            return TRANSFORM_TOO_LARGE
-        sizes = pass_sizes(layer.pose_size, layer.pose_size, layer.pose_size, True)
-        return not_native(call, "routing_pass", forced, **sizes)
+        return not_routing_pass(call, layer.pose_size, layer.pose_size, layer.pose_size, True, forced)
 
     @classmethod
     def route(cls, layer: Any, inputs: List[Tensor], call: Call) -> Routed:
@@ -137,7 +129,6 @@ class SharedBlocked(Engine):
 
     name = "blocked"
     evidence = "EM: blocked"
-    keeps_votes = False
     modes = ("eager",)
     devices = ("cpu",)
 

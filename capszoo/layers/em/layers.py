@@ -19,8 +19,6 @@ from .routing import em_routing, window_routing
 from .shared import SharedSteps
 from .steps import EPS, INIT_NOISE, LAM_START, LAM_STEP, VAR_FLOOR, Settings
 
-__all__ = ["ClassEM", "ConvEM", "SharedEM"]
-
 torch.fx.wrap("upcast_half")
 torch.fx.wrap("finite_cast")
 

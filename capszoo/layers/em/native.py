@@ -12,8 +12,6 @@ from .._native.ops import in_lanes, routing_pass, weight_in_lanes
 from .routing import first_mean
 from .steps import MIN_SHARE, VAR_SHARE, Settings, log_weight, parent_logits
 
-__all__ = ["native_routing"]
-
 
 def native_routing(
     poses: Tensor,

@@ -21,8 +21,6 @@ from .steps import (
     parent_logits,
 )
 
-__all__ = ["em_routing", "first_mean", "route_moments", "window_routing"]
-
 torch.fx.wrap("split_axis")
 
 

@@ -25,8 +25,6 @@ from .steps import (
     parent_logits,
 )
 
-__all__ = ["SharedSteps", "StepsInBlocks", "shared_em_routing"]
-
 
 def _pairs(x: Tensor, weigh_off_diagonal: float) -> Tensor:
     """Products of all pairs of entries along axis 2, each pair once: ``[., ., s, .] -> [., ., s (s + 1) / 2, .]``.

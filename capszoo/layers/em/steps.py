@@ -6,8 +6,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["Settings", "check_iterations", "first_weights", "log_weight", "parent_logits"]
-
 # Defaults of our choice (the papers do not state them).
 LAM_START = 1.0
 LAM_STEP = 1.0

@@ -15,8 +15,6 @@ from .routing import Procedure, agreement_of, couplings_of, weighted_sum
 
 torch.fx.wrap("upcast_half")
 
-__all__ = ["IDPALayer"]
-
 
 class IDPALayer(Procedure, RoutingLayer):
     """Shared by convolutional and fully connected layers: options, norm, iterations over votes."""
@@ -93,6 +91,34 @@ class IDPALayer(Procedure, RoutingLayer):
             if beta is not None:
                 nn.init.zeros_(beta)
         nn.init.normal_(self.weight, std=math.sqrt(self.out_caps / (self.num_children * self.inner)))
+
+    @torch.jit.export
+    @forward_method
+    def route(
+        self, children: List[Tensor], activations: List[Tensor], num_iters: int, need_couplings: bool = True
+    ) -> Tuple[List[Tensor], List[Tensor], Optional[Tensor]]:
+        """All iterations of this layer, given those of its children.
+
+        Args:
+            children: poses after each of their iterations: ``[b, h, w, i, d]``, of a fully connected layer also
+                ``[b, i, d]``. Iteration s reads entry s-1 (1-based); the first reads entry 1, and iterations past the
+                end of the list read the last entry.
+            activations: likewise, without ``d``; empty unless the layer has activations.
+            num_iters: iterations.
+            need_couplings: False if the couplings are not used, which saves their memory.
+
+        Returns:
+            Poses ``[b, h', w', j, e]``, of a fully connected layer ``[b, j, e]``, after each iteration; activations
+            likewise without ``e``, or an empty list; and the last iteration's couplings ``[b, h', w', j, k*l, i]`` or
+            ``[b, j, i]`` (they sum to 1 over ``j``), or None if they are not requested, or if the only iteration was a
+            sum of votes: all couplings are then 1/j.
+        """
+        return self._route(children, activations, num_iters, need_couplings)
+
+    def _route(
+        self, children: List[Tensor], activations: List[Tensor], num_iters: int, need_couplings: bool
+    ) -> Tuple[List[Tensor], List[Tensor], Optional[Tensor]]:
+        raise NotImplementedError
 
     @torch.jit.export
     @forward_method

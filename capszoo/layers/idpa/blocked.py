@@ -5,11 +5,9 @@ from typing import Any, Optional, Tuple
 import torch
 from torch import Tensor, library
 
-from .._autograd import count_as_reference, refuse_second_gradient
+from .._autograd import count_as_reference, new_like, refuse_second_gradient
 from .._precision import upcast_half
 from ..tuning import TUNING
-
-__all__ = ["idpa_pass"]
 
 
 class Workspace:
@@ -151,12 +149,8 @@ def _(
 
 
 @_idpa_pass_backward.register_fake
-def _(children: Tensor, weight: Tensor, parents: Tensor, *rest: Any) -> Tuple[Tensor, Tensor, Tensor]:
-    return (
-        children.new_empty(children.shape),
-        weight.new_empty(weight.shape),
-        parents.new_empty(parents.shape),
-    )
+def _(children: Tensor, weight: Tensor, parents: Tensor, *rest: Any) -> Tuple[Tensor, ...]:
+    return new_like(children, weight, parents)
 
 
 def _save_for_backward(ctx: Any, inputs: Tuple[Any, ...], output: Tuple[Tensor, Tensor]) -> None:

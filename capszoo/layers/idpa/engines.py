@@ -7,15 +7,7 @@ from torch import Tensor, nn
 
 from .._layout import block_diagonal
 from .._modules import is_plain
-from .._native import not_native
-from .._native.ops import (
-    MAX_TRANSFORM,
-    TRANSFORM_TOO_LARGE,
-    in_lanes,
-    pass_sizes,
-    routing_pass,
-    weight_in_lanes,
-)
+from .._native.ops import in_lanes, not_routing_pass, routing_pass, weight_in_lanes
 from .._precision import wide_type
 from .._triton import not_fused
 from .._triton.ops import fused_norm, fused_pass
@@ -23,9 +15,6 @@ from ..engine import Call, Engine, Routed, other_type
 from ..tuning import TUNING
 from .blocked import idpa_pass
 from .routing import Procedure, couplings_of, iteration
-
-__all__ = ["Blocked", "Chunked", "Fused", "Masked", "Native"]
-
 
 #: unlike a single iteration with parents at zero, which is a sum of votes
 _ONLY_SUM = "needs an iteration with couplings"
@@ -37,7 +26,6 @@ class Iterated(Procedure, Engine):
     ``layer`` is an :class:`.IDPALayer`: an engine uses attributes that :class:`.RoutingLayer` does not have.
     """
 
-    keeps_votes = False
     activations = False
 
     def __init__(self, layer: Any, call: Call) -> None:
@@ -113,12 +101,9 @@ class Native(Iterated):
     def refusal(cls, layer: Any, call: Call, forced: bool = False) -> str:
         if reason := super().refusal(layer, call, forced) or other_type(layer, call):
             return reason
-        if layer.inner * layer.cols > MAX_TRANSFORM:
-            return TRANSFORM_TOO_LARGE
         if not forced and call.num_iters == int(layer.folds):
             return _ONLY_SUM
-        sizes = pass_sizes(layer.rows, layer.inner, layer.cols, False)
-        return not_native(call, "routing_pass", forced, **sizes)
+        return not_routing_pass(call, layer.rows, layer.inner, layer.cols, False, forced)
 
     def __init__(self, layer: Any, call: Call) -> None:
         super().__init__(layer, call)
@@ -152,7 +137,6 @@ class Chunked(Iterated):
 
     name = "chunked"
     evidence = "IDPA: chunked"
-    keeps_votes = True
     modes = ("eager", "compiled", "graph")
     targets = ("onnx_cpu", "gpu")
 
@@ -205,7 +189,6 @@ class Masked(Iterated):
 
     name = "masked"
     evidence = "IDPA: masked"
-    keeps_votes = True
     modes = ("eager", "compiled", "graph")
     targets = ("onnx_cpu",)
 

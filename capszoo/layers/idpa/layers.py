@@ -6,15 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .._forward_methods import forward_method
 from .._layout import out_size, split_axis, windows
 from .._modules import at_least, positive
 from ..engine import Reference
 from .base import IDPALayer
 from .engines import Blocked, Chunked, Fused, Masked, Native
 from .routing import normalised
-
-__all__ = ["CapsuleNorm", "ConvIDPA", "FCIDPA"]
 
 torch.fx.wrap("split_axis")
 
@@ -115,31 +112,6 @@ class ConvIDPA(IDPALayer):
         grid = split_axis(x.permute(0, 2, 3, 1), 3, [self.in_caps, self.in_dim])
         poses, _, _ = self._route([grid], [], self.num_iters, False)
         return poses[len(poses) - 1].flatten(3).permute(0, 3, 1, 2)
-
-    @torch.jit.export
-    @forward_method
-    def route(
-        self,
-        children: List[Tensor],
-        activations: List[Tensor],
-        num_iters: int,
-        need_couplings: bool = True,
-    ) -> Tuple[List[Tensor], List[Tensor], Optional[Tensor]]:
-        """All iterations of this layer, given those of its children.
-
-        Args:
-            children: poses ``[b, h, w, i, d]`` after each of their iterations. Iteration s reads entry s-1 (1-based);
-                the first reads entry 1, and iterations past the end of the list read the last entry.
-            activations: likewise, ``[b, h, w, i]``; empty unless the layer has activations.
-            num_iters: iterations.
-            need_couplings: False if the couplings are not used, which saves their memory.
-
-        Returns:
-            Poses ``[b, h', w', j, e]`` after each iteration; activations ``[b, h', w', j]``, or an empty list; and the
-            last iteration's couplings ``[b, h', w', j, k*l, i]`` (they sum to 1 over ``j``), or None if they are not
-            requested, or if the only iteration was a sum of votes: all couplings are then 1/j.
-        """
-        return self._route(children, activations, num_iters, need_couplings)
 
     def _route(
         self, children: List[Tensor], activations: List[Tensor], num_iters: int, need_couplings: bool
@@ -270,29 +242,6 @@ class FCIDPA(IDPALayer):
         torch._assert(not self.activations, "activations go through route()")
         poses, _, _ = self._route([x], [], self.num_iters, False)
         return poses[len(poses) - 1]
-
-    @torch.jit.export
-    @forward_method
-    def route(
-        self,
-        children: List[Tensor],
-        activations: List[Tensor],
-        num_iters: int,
-        need_couplings: bool = True,
-    ) -> Tuple[List[Tensor], List[Tensor], Optional[Tensor]]:
-        """All iterations of this layer, given those of its children (see :meth:`ConvIDPA.route`).
-
-        Args:
-            children: ``[b, i, d]`` or ``[b, h, w, types, d]``, one entry per iteration.
-            activations: ``[b, i]`` or ``[b, h, w, types]``; empty unless the layer has activations.
-            num_iters: iterations.
-            need_couplings: False if the couplings are not used, which saves their memory.
-
-        Returns:
-            Poses ``[b, j, e]`` after each iteration; activations ``[b, j]``, or an empty list; and the last iteration's
-            couplings ``[b, j, i]`` (they sum to 1 over ``j``), or None if they are not requested or all are 1/j.
-        """
-        return self._route(children, activations, num_iters, need_couplings)
 
     def _route(
         self, children: List[Tensor], activations: List[Tensor], num_iters: int, need_couplings: bool

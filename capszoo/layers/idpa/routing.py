@@ -12,16 +12,6 @@ from ..engine import Routed
 
 torch.fx.wrap("upcast_half")
 
-__all__ = [
-    "Procedure",
-    "agreement_of",
-    "couplings_of",
-    "idpa_routing",
-    "iteration",
-    "normalised",
-    "weighted_sum",
-]
-
 
 def agreement_of(votes: Tensor, parents: Tensor) -> Tensor:
     """Dot product of every vote ``[n, j, i, e]`` with its parent ``[n, j, e]``: ``[n, j, i]`` (line 3)."""

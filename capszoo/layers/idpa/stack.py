@@ -13,8 +13,6 @@ from .layers import FCIDPA, ConvIDPA
 
 torch.fx.wrap("upcast_half")
 
-__all__ = ["IDPAStack"]
-
 
 class IDPAStack(ForwardMethods, nn.Sequential):
     """Capsule layers routed together (Procedure 2).

@@ -14,12 +14,10 @@ from typing import Any, List, Tuple
 import torch
 from torch import Tensor, library
 
-from .._autograd import count_as_reference, refuse_second_gradient
+from .._autograd import count_as_reference, new_like, refuse_second_gradient
 from ..engine import Call, Engine, Routed
 from ..tuning import TUNING
 from .routing import EPS, choose_parents
-
-__all__ = ["VoteFree", "weighted_sum_of_votes"]
 
 
 def _rows(poses: Tensor) -> List[slice]:
@@ -79,8 +77,8 @@ def weighted_sum_of_votes_backward(
 
 
 @weighted_sum_of_votes_backward.register_fake
-def _(grad: Tensor, poses: Tensor, share: Tensor, weight: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
-    return poses.new_empty(poses.shape), share.new_empty(share.shape), weight.new_empty(weight.shape)
+def _(grad: Tensor, poses: Tensor, share: Tensor, weight: Tensor) -> Tuple[Tensor, ...]:
+    return new_like(poses, share, weight)
 
 
 def _keep(ctx: Any, inputs: Tuple[Tensor, ...], output: Tensor) -> None:
@@ -110,7 +108,6 @@ class VoteFree(Engine):
 
     name = "vote_free"
     evidence = "Self-routing: vote_free"
-    keeps_votes = False
     devices = ("cpu",)
 
     @classmethod

@@ -12,8 +12,6 @@ from ..engine import Engine, Reference, Routed, RoutingLayer
 from .engines import VoteFree
 from .routing import self_routing
 
-__all__ = ["ConvSelfRouting", "SelfRouting"]
-
 
 class SelfRouting(RoutingLayer):
     """A fully connected capsule layer with self-routing: every child has separate weights.

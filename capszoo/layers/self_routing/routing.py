@@ -7,8 +7,6 @@ from torch import Tensor
 
 from .._precision import upcast_half
 
-__all__ = ["choose_parents", "self_routing"]
-
 torch.fx.wrap("upcast_half")
 
 #: added to both denominators
