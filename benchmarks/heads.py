@@ -57,11 +57,11 @@ BACKBONES = {
 
 def time_heads(routings: list[str], iters: int) -> dict[str, dict[str, float]]:
     """Routing -> milliseconds of its head, and the median share of the backbone's time, measured in turns."""
-    backbone = timm.create_model(BACKBONE, num_classes=0, global_pool="").eval()
+    backbone: Any = timm.create_model(BACKBONE, num_classes=0, global_pool="").eval()
     heads: list[Any] = [capszoo.attach_head(BACKBONE, routing, CLASSES).head.eval() for routing in routings]
     images = torch.rand(BATCH, 3, 224, 224)
     with torch.inference_mode():
-        whole = partial(backbone.forward_features, images)  # type: ignore[operator]
+        whole = partial(backbone.forward_features, images)
         features = whole()
         seconds = in_turns([run for head in heads for run in (whole, partial(head, features))], iters)
     found = {}

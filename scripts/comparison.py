@@ -333,20 +333,20 @@ def conclusion(found: list[Row]) -> list[str]:
         return ["There are too few runs for a conclusion: it needs three seeds of `avg` and of another head."]
     by = {head: welch_interval(row.figures("test"), twin.figures("test")) for head, row in enough.items()}
     remain = holm({head: p for head, (_, _, p) in by.items()})
-    words, lines = [], []
+    words, cells = [], []
     for head, (mean, half, _) in by.items():
         words.append(
             "no difference shown" if abs(mean) <= half else f"{'more' if mean > 0 else 'less'} accurate"
         )
-        lines.append([head, f"{mean:+.2f} ± {half:.2f}", words[-1], "differs" if head in remain else "–"])
+        cells.append([head, f"{mean:+.2f} ± {half:.2f}", words[-1], "differs" if head in remain else "–"])
     columns = f"difference, points | by its own interval | with Holm's correction for {len(enough)}, 5%"
     lines = [
         f"Against average pooling ({plus_minus(twin)}), the difference of the means and half the width of its 95%",
         "confidence interval (Welch's t, since every head has its own variance):",
         "",
-        *markdown(f"head | {columns}", lines, (0, 2, 3)),
+        *markdown(f"head | {columns}", cells, (0, 2, 3)),
+        "",
     ]
-    lines.append("")
     if "more accurate" not in words:
         gains = {head: mean + half for head, (mean, half, _) in by.items()}
         head = max(gains, key=lambda head: gains[head])

@@ -189,5 +189,7 @@ def _draw_heat(info: WeightsInfo, path: Path, about: str) -> None:
 def _draw_decoded(info: WeightsInfo, path: Path, about: str) -> None:
     net, batches = _batches(info)
     both = dataset_spec(_data_name(info)).multi_label
+    found: Any
+    save: Any
     found, save = (overlaps, save_overlaps) if both else (answers, save_answers)
     save(found(net, batches, RIGHT, WRONG), path, about, f"{info.name}: {DECODED}")
