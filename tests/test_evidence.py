@@ -227,12 +227,10 @@ def test_a_difference_needs_three_seeds_and_its_interval(script: Any, evidence: 
 def test_the_paragraph_counts_every_comparison(script: Any, evidence: Any, tmp_path: Path) -> None:
     few(tmp_path, evidence, {"avg": 90.0, "conv": 95.0, "em": 91.0, "em, even": 90.0})
     said = script.overall(tmp_path)
-    assert said[0] == (
-        "Trained beside average pooling, a routed head is better in 1 of 1 comparisons (few, 10 a class: em)."
-    ), "conv has no capsules"
-    assert said[1] == "It is worse in none of 1."
+    assert "1 of 1" in said[0] and "(few, 10 a class: em)" in said[0], "conv has no capsules"
+    assert "worse in none of 1" in said[0]
     few(tmp_path, evidence, {"avg": 5.0, "em": 6.0}, setting=100, figure="ece", validation=90.0)
-    assert "It is worse in 1 of 2 (calibration: em)." in script.overall(tmp_path), "a smaller error is better"
+    assert "worse in 1 of 2 (calibration: em)" in script.overall(tmp_path)[0], "a smaller error is better"
     few(tmp_path, evidence, {"avg": 40.0, "idpa": 30.0, "em": 5.0}, claim="overlap", setting=0)
     for head, validation in (("idpa", 19.0), ("em", 50.0)):
         trial = {"head": head, "even": False, "validation": validation, "updates": 4, "seconds": 9}
@@ -244,7 +242,7 @@ def test_the_paragraph_counts_every_comparison(script: Any, evidence: Any, tmp_p
     assert not any("more updates" in line for line in script.overall(tmp_path))
     rotation: Any = {"claim": "rotation", "setting": 0, "figure": "unseen", "matched": None}
     few(tmp_path, evidence, {"avg": 90.0, "idpa": 30.0}, **rotation)
-    assert script.overall(tmp_path)[-1].endswith("of that of `avg` (rotation).")
+    assert "`idpa` (rotation)" in script.overall(tmp_path)[-1]
     means = {"avg": 80.0, "em": 80.05}
     few(tmp_path, evidence, means, claim="affine", setting=0, figure="affnist", matched=50.0)
     lines = script.trained_lines("affine", tmp_path)
