@@ -51,6 +51,10 @@ def engines_called(name: str) -> list[type[Engine]]:
     return found
 
 
+def _refuse(layer: RoutingLayer, call: Call, forced: bool = False) -> str:
+    return "refused by the benchmark"
+
+
 @contextmanager
 def refused(name: str) -> Iterator[None]:
     """Within this context, engines of this name are never chosen."""
@@ -58,7 +62,7 @@ def refused(name: str) -> Iterator[None]:
     before = [vars(engine).get("refusal") for engine in engines]
     try:
         for engine in engines:
-            engine.refusal = staticmethod(lambda layer, call, forced=False: "refused by the benchmark")
+            setattr(engine, "refusal", staticmethod(_refuse))  # noqa: B010
         yield
     finally:
         for engine, method in zip(engines, before, strict=True):
