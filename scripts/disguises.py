@@ -13,7 +13,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from operator import eq
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a plain checkout works too
@@ -21,8 +21,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a plain checkout
 from PIL import Image, ImageChops
 
 import capszoo
-from capszoo._utils.files import PACKAGE_FOLDER
 from capszoo.errors import CapszooError
+
+ASSETS = Path(capszoo.__file__).parent / "assets"
 
 #: Disguise -> the option for it.
 DISGUISES = {
@@ -51,16 +52,29 @@ def disguise(digit: Image.Image, how: str) -> Image.Image:
     return digit
 
 
-def recognised(model: capszoo.LoadedModel, bundle: Path, files: list[Path], option: str) -> list[str]:
-    """Number of digits that ``predict`` recognises, and a bundle's ``infer.py``."""
+def write(folder: Path, how: str) -> list[Path]:
+    """Write the ten digits as PNG files, in order."""
+    folder.mkdir(parents=True, exist_ok=True)
+    files = []
+    for number in range(10):
+        with Image.open(ASSETS / f"digit_{number}.png") as digit:
+            disguise(digit.convert("L"), how).save(folder / f"{number}.png")
+        files.append(folder / f"{number}.png")
+    return files
+
+
+def right_by_predict(model: capszoo.LoadedModel, files: Sequence[Path], option: str) -> int:
+    """Number of digits that ``predict`` recognises."""
     reading = {option.removeprefix("--"): True} if option else {}
-    by_predict = [found.label for found in model.predict(files, **reading)]
+    return sum(found.label == Path(found.image).stem for found in model.predict(files, **reading))
+
+
+def right_by_infer(bundle: Path, files: Sequence[Path], option: str) -> int:
+    """Number of digits that a bundle's ``infer.py`` recognises."""
     command = [sys.executable, str(bundle / "infer.py"), *map(str, files), "--json", *option.split()]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise CapszooError(f"infer.py failed: {done.stderr.strip().splitlines()[-1]}")
-    by_infer = [entry["predictions"][0]["label"] for entry in json.loads(done.stdout)["results"]]
-    return [str(sum(map(eq, labels, (file.stem for file in files)))) for labels in (by_predict, by_infer)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    found = json.loads(done.stdout)["results"]
+    return sum(entry["predictions"][0]["label"] == Path(entry["image"]).stem for entry in found)
 
 
 def print_table(name: str) -> None:
@@ -71,13 +85,11 @@ def print_table(name: str) -> None:
         print(f"{name}, digits of ten that are read right\n")
         print("| disguise | predict | infer.py | with | predict | infer.py |\n|---|---:|---:|---|---:|---:|")
         for how, option in DISGUISES.items():
-            files = [Path(folder) / f"{number}.png" for number in range(10)]
-            for file in files:
-                with Image.open(PACKAGE_FOLDER / "assets" / f"digit_{file.name}") as digit:
-                    disguise(digit.convert("L"), how).save(file)
-            cells = [how, *recognised(model, bundle, files, "")]
-            more = [f"`{option}`", *recognised(model, bundle, files, option)] if option else [""] * 3
-            print("| " + " | ".join(cells + more) + " |")
+            files = write(Path(folder) / how, how)
+            cells = [how, right_by_predict(model, files, ""), right_by_infer(bundle, files, "")]
+            more = [right_by_predict(model, files, option), right_by_infer(bundle, files, option)]
+            cells += [f"`{option}`", *more] if option else [""] * 3
+            print("| " + " | ".join(map(str, cells)) + " |")
         print()
 
 
