@@ -226,6 +226,13 @@ def test_metadata_that_ask_for_terabytes(tmp_path: Path) -> None:
                 create(f"local-dir:{tmp_path}", pretrained=True)
 
 
+def test_a_folder_whose_weights_are_not_those_it_states(tmp_path: Path) -> None:
+    _pair(tmp_path).rename(tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"architecture": "idpa_cnn", "sha256": "0" * 64}))
+    with refuses(WeightsError, names=["model.safetensors", "config.json", "sha256"]):
+        capszoo.create_model(f"local-dir:{tmp_path}", pretrained=True)
+
+
 def test_metadata_that_ask_for_a_million_modules(tmp_path: Path) -> None:
     """On the meta device parameters take no memory, but modules do."""
     save_file({"x": torch.zeros(1)}, tmp_path / "model.safetensors")
