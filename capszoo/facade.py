@@ -28,8 +28,6 @@ from .inference import ImagePrediction, label_names, load_model, predict
 from .preprocess import ImageLike, ImageTransform, as_image, is_image_like, model_input_size, model_transform
 from .scores import score_kind
 
-__all__ = ["ExportedModel", "LoadedModel", "load"]
-
 
 @dataclass(frozen=True)
 class ExportedModel:

@@ -19,14 +19,6 @@ from .models._inspect import evaluating, routing_iterations
 from .models._papers import PAPERS, PaperFigure
 from .preprocess import model_input_size
 
-__all__ = [
-    "ModelSummary",
-    "count_multiply_adds",
-    "engine_rows",
-    "routing_iterations",
-    "summarise",
-]
-
 
 @dataclass(frozen=True)
 class ModelSummary:

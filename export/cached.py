@@ -29,8 +29,6 @@ from capszoo.scores import ImagePrediction, ScoredClass
 
 from .bundle import infer
 
-__all__ = ["CachedModel", "cache_folder", "export_to_cache", "find_cached", "weights_file"]
-
 
 @cache
 def _source_digest() -> str:

@@ -27,8 +27,6 @@ from . import compare, unroll
 from .options import PRECISIONS, ExportOptions, collect
 from .report import ExportError
 
-__all__ = ["PreparedModel", "in_own_precision", "prepare", "quiet"]
-
 #: Names under which wrappers hold their module: torch.compile, DataParallel and averaged weights, PEFT.
 _WRAPPED = ("_orig_mod", "module", "base_model", "model")
 

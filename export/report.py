@@ -12,8 +12,6 @@ from capszoo.errors import CapszooError
 
 from . import compare
 
-__all__ = ["ExportError", "ExportReport", "GateStep"]
-
 
 class ExportError(CapszooError, RuntimeError):
     """A model could not be exported, or failed a step of the gate; no file was written.

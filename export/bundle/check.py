@@ -29,9 +29,6 @@ from ..verify.graph_rules import inspect_graph, require_libraries, tensors_of, w
 from . import infer
 from .manifest import read_manifest, state_digest
 
-__all__ = ["BundleCheck", "check_bundle", "compare_bundle", "open_runner"]
-
-
 #: Most inputs that an export stores in reference.npz, unless its smallest batch has more.
 MOST_INPUTS = 16
 

@@ -22,18 +22,7 @@ from capszoo.scores import score_kind
 from .. import compare, unroll
 from ..prepare import PreparedModel
 from ..report import ExportReport
-from .manifest_model import SCHEMA, check_manifest
-
-__all__ = [
-    "MEANING",
-    "SCHEMA",
-    "describe_model",
-    "figures",
-    "preprocessing",
-    "read_manifest",
-    "state_digest",
-    "weights_of",
-]
+from .manifest_model import check_manifest
 
 #: What an output of the graph is; several couplings are numbered.
 MEANING = {

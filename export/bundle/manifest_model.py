@@ -11,8 +11,6 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from capszoo.errors import CapszooError
 from capszoo.metadata import MAX_CHANNELS, MAX_INPUT_PIXELS
 
-__all__ = ["SCHEMA", "check_manifest"]
-
 SCHEMA = 1
 
 #: Files that every bundle has.

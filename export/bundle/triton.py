@@ -9,8 +9,6 @@ from pathlib import Path
 from ..report import ExportReport
 from ..to_tensorrt import PLAN
 
-__all__ = ["write_triton"]
-
 
 def write_triton(folder: Path, name: str, report: ExportReport, backends: Sequence[str]) -> list[str]:
     """Write a model repository for each of :data:`capszoo.export.options.TRITON_BACKENDS` that is asked for.

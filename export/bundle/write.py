@@ -31,10 +31,9 @@ from .. import compare, to_aoti, to_executorch, to_onnx, to_tensorrt
 from ..options import BundleOptions, collect
 from ..prepare import PreparedModel, in_own_precision, prepare
 from ..report import ExportReport, GateStep
-from .manifest import MEANING, SCHEMA, describe_model, figures, preprocessing, read_manifest
+from .manifest import MEANING, describe_model, figures, preprocessing, read_manifest
+from .manifest_model import SCHEMA
 from .triton import write_triton
-
-__all__ = ["export_bundle"]
 
 
 @in_own_precision()

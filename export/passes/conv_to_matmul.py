@@ -24,8 +24,6 @@ from capszoo.models.idpa import PrimaryConv
 
 from ..unroll import has_hooks, is_plain_conv
 
-__all__ = ["PixelProduct", "WindowProduct", "convs_to_matmul", "gains_as_product"]
-
 #: Number of weights of a convolution from which gathering its windows pays.
 _MANY_WEIGHTS = 1 << 18
 

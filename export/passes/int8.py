@@ -23,8 +23,6 @@ from capszoo.models._inspect import iteration_attributes
 if TYPE_CHECKING:
     import onnx
 
-__all__ = ["MAX_LOSS", "MIN_CALIBRATION", "MIN_WEIGHTS", "plain_layers", "quantisable", "quantise"]
-
 #: Largest loss of accuracy by int8, in points.
 MAX_LOSS = 0.5
 

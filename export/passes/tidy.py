@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import onnx
 
-__all__ = ["allow_empty_batches", "fold_weights", "name_outputs"]
-
 #: Elements of the largest weight, and of the largest result that takes the place of the nodes that compute it.
 MAX_FOLDED = 2**26
 

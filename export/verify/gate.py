@@ -25,9 +25,6 @@ from .images import RealImages
 if TYPE_CHECKING:
     import onnx
 
-__all__ = ["MIN_AGREEMENT", "Gate", "verify_against_eager"]
-
-
 #: Minimum top-1 agreement of half precision on real images; float32 requires 1.
 MIN_AGREEMENT = 0.995
 

@@ -18,24 +18,6 @@ from ..report import ExportError
 if TYPE_CHECKING:
     import onnx
 
-__all__ = [
-    "FLOAT32_OPS",
-    "FORBIDDEN_OPS",
-    "HEAVY_OPS",
-    "MAX_RANK",
-    "MAX_TENSORRT_OPSET",
-    "SUPPORTED_OPS",
-    "half_squares",
-    "inspect_graph",
-    "node_types",
-    "precision_map",
-    "require_libraries",
-    "shape_of",
-    "stripped",
-    "tensors_of",
-    "widened",
-]
-
 #: Our limit; TensorRT's is 8 dimensions.
 MAX_RANK = 6
 

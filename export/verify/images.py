@@ -20,8 +20,6 @@ from capszoo.data.specs import RESIZED, is_data_set
 from capszoo.errors import CapszooError
 from capszoo.preprocess import find_images, load_image, model_framing, model_input_size, model_transform
 
-__all__ = ["CALIBRATION_IMAGES", "VERIFY_IMAGES", "RealImages", "open_images", "transformed"]
-
 #: Images that the command uses of those given, evenly spaced: to calibrate int8, and to verify an export.
 CALIBRATION_IMAGES, VERIFY_IMAGES = 512, 2000
 
