@@ -57,8 +57,9 @@ capszoo doctor
 capszoo doctor --json
 """
 
-#: Examples by the command's name; empty for those of ``capszoo`` itself.
-EXAMPLES: dict[str, str] = {"": _ROOT}
-for _line in _COMMANDS.strip().splitlines():
-    _name = _line.split()[1]
-    EXAMPLES[_name] = f"{EXAMPLES.get(_name, '')}\n{_line}"
+#: Examples by the command's name; empty for those of ``capszoo`` itself. Indented, they are code in the site's page.
+EXAMPLES: dict[str, str] = {}
+for _text, _root in ((_ROOT, True), (_COMMANDS, False)):
+    for _line in _text.strip().splitlines():
+        _name = "" if _root else _line.split()[1]
+        EXAMPLES[_name] = f"{EXAMPLES.get(_name, '')}\n        {_line}"
