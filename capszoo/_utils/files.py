@@ -317,14 +317,14 @@ def check_numbers_file(picture: str | Path, first: str) -> None:
         CapszooError: it exists, and its first column has another name.
     """
     table = Path(picture).with_suffix(".csv")
-    if table.exists() and not begins_with(table, first.encode()):
+    if table.exists() and not _begins_with(table, first.encode()):
         raise CapszooError(
             f"{table} exists, and the picture's numbers would replace it",
             "choose another name for the picture",
         )
 
 
-def begins_with(path: Path, start: bytes) -> bool:
+def _begins_with(path: Path, start: bytes) -> bool:
     """Whether a file can be read and begins with these bytes."""
     try:
         with path.open("rb") as file:

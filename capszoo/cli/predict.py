@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .._pretrained.catalogue import check_model_argument, exported_file
-from .._utils.files import begins_with, check_writable, write_csv
+from .._utils.files import check_writable, write_csv
 from ..errors import CapszooError, UsageError, require, unknown_name
 from ..scores import TABLE_COLUMNS
 from .common import (
@@ -168,7 +168,14 @@ def _check_out(out: Path | None, ray: str | None, as_json: bool, runtime: str) -
 def _check_table(out: Path) -> None:
     """Refuse a table that cannot be written or would replace another file, such as the labels of the images."""
     check_writable(out)
-    if out.is_file() and out.stat().st_size and not begins_with(out, ",".join(TABLE_COLUMNS).encode()):
+    if not out.is_file():
+        return
+    try:
+        with open(out, "rb") as file:
+            header = file.readline(1000)
+    except OSError:
+        raise CapszooError(f"{out} exists and cannot be read", "choose another --out") from None
+    if header and header.strip() != ",".join(TABLE_COLUMNS).encode():
         raise CapszooError(f"{out} exists and is no table of predictions", "choose another --out")
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from capszoo._utils.files import write_atomically
 from capszoo.errors import CapszooError
@@ -23,15 +23,39 @@ from .calibration import CalibrationResult
 from .corruptions import CorruptionResult
 from .metrics import EvalResult, share_interval
 from .report import Report
-from .robustness import AttackResult, Percent, SweepResult
+
+Percent = Annotated[float, Field(ge=0, le=100)]
 
 
-class _Robustness(BaseModel):
-    sweeps: list[SweepResult]
-    pgd: list[AttackResult]
+class _Measured(BaseModel):
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
 
-class _Drawn(BaseModel):
+class _Sweep(_Measured):
+    name: str
+    unit: str
+    amounts: list[float] = Field(min_length=1)
+    accuracy: list[Percent]
+
+    @model_validator(mode="after")
+    def _of_one_length(self) -> _Sweep:
+        if len(self.amounts) != len(self.accuracy):
+            raise ValueError("amounts and accuracy differ in length")
+        return self
+
+
+class _Attack(_Measured):
+    eps: float
+    steps: int
+    accuracy: Percent
+
+
+class _Robustness(_Measured):
+    sweeps: list[_Sweep]
+    pgd: list[_Attack]
+
+
+class _Drawn(_Measured):
     """What ``draw_robustness`` draws of an ``eval.json``."""
 
     dataset: str
@@ -125,17 +149,16 @@ def draw_robustness(reports: Mapping[str, Mapping[str, Any]], path: str | Path) 
             ) from None
         measured = drawn[name].robustness or _Robustness(sweeps=[], pgd=[])
         own = {
-            (sweep.name, sweep.unit): list(zip(sweep.amounts, sweep.accuracy, strict=False))
+            (sweep.name, sweep.unit): list(zip(sweep.amounts, sweep.accuracy, strict=True))
             for sweep in measured.sweeps
         }
         if measured.pgd:
             key = f"PGD, {measured.pgd[0].steps} steps", "radius, of 255"
             own[key] = [(255 * entry.eps, entry.accuracy) for entry in measured.pgd]
-        if not any(own.values()):
+        if not own:
             raise CapszooError(f"{name} holds no robustness", "measure it with capszoo eval --robustness")
         for key, points in own.items():
-            if points:
-                panels.setdefault(key, {})[name] = points
+            panels.setdefault(key, {})[name] = points
     columns = min(3, len(panels))
     rows = -(-len(panels) // columns)
     figure = new_figure(4 * columns, 2.8 * rows + 0.8)

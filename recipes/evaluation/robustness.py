@@ -20,15 +20,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 
 from capszoo.data import DataError, dataset_spec, keyed_generator, load_dataset
 from capszoo.data.augment import affine_matrices, crop, warp
-from capszoo.errors import UsageError
+from capszoo.errors import CapszooError, UsageError
 
 from .metrics import all_right, assess
 from .target import EvalTarget, drawn
@@ -49,9 +47,6 @@ STEPS = 20
 STEP_SHARE = 2.5
 
 
-Percent = Annotated[float, Field(ge=0, le=100)]
-
-
 @dataclass(frozen=True)
 class SweepResult:
     """Accuracy in per cent (``all_right``) for each amount."""
@@ -59,7 +54,7 @@ class SweepResult:
     name: str
     unit: str
     amounts: tuple[float, ...]
-    accuracy: tuple[Percent, ...]
+    accuracy: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -69,7 +64,7 @@ class AttackResult:
     eps: float
     steps: int
     step_size: float
-    accuracy: Percent
+    accuracy: float
 
 
 def move(pixels: Tensor, name: str, amount: float | Tensor) -> Tensor:
@@ -143,7 +138,7 @@ def pgd(
         forward: from pixels in [0, 1] to scores [b, n]; differentiable.
         images: float [b, c, h, w] in [0, 1].
         labels: classes [b].
-        eps: radius of the ball, from 0 to 1; 0 disables the attack.
+        eps: radius of the ball, at least 0; 0 disables the attack.
         steps: number of gradient steps.
         generator: for the random start, on the CPU.
 
@@ -151,6 +146,10 @@ def pgd(
         The attacked images, the first that fooled the model or else the last tried, and whether each image was
         recognised throughout, bool [b].
     """
+    if not 0 <= eps <= 1:
+        raise UsageError(f"eps is {eps}", "give a radius of 0 to 1, such as 8/255")
+    if steps < 1:
+        raise UsageError(f"{steps} steps of PGD make no sense", "give 1 or more")
     with torch.no_grad():
         standing = forward(images).argmax(1) == labels
     result = images.clone()
@@ -200,10 +199,9 @@ def attack(
     batch_size: int = 250,
     progress: Callable[[int], None] | None = None,
 ) -> tuple[AttackResult, ...]:
-    """Accuracy under PGD for each radius, on images with one label.
-
-    The random start depends on (seed, batch), so on the batch size too.
-    """
+    """Accuracy under PGD for each radius; the random start depends on (seed, batch), so on the batch size too."""
+    if target.images.spec.multi_label:
+        raise CapszooError("PGD is defined here for one label an image", "choose another data set")
     target.require_one_view("robustness is measured")
     pixels_of = PixelScores(target)
     right = [0] * len(radii)

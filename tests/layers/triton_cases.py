@@ -195,6 +195,12 @@ def test_strides_and_mismatches() -> None:
     torch.testing.assert_close(routed(turned, options, norm="layer")[0], expected)
     with pytest.raises(ValueError, match="do not belong together"):
         routed([tensors[0], tensors[1][1:], tensors[2]], options)
+    with pytest.raises(ValueError, match="cast one of them"):
+        routed([tensors[0], tensors[1].half(), tensors[2]], options)
+    with pytest.raises(ValueError, match="no use for a weight"):
+        routed([*tensors[:3], tensors[3][1:], tensors[4]], options, norm="layer")
+    with pytest.raises(ValueError, match="must be 'none' or 'layer'"):
+        routed(tensors, options, norm="batch")
 
 
 def test_sums_are_kept_for_the_gradient_alone() -> None:

@@ -6,7 +6,9 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 
+from capszoo.recipes import yaml_tree
 from capszoo.recipes.config import RecipeError, load_recipe
 from capszoo.recipes.yaml_tree import YamlError, read_yaml
 from tests.support.errors import refuses
@@ -84,3 +86,22 @@ def test_set_takes_plain_values_alone() -> None:
     for text in ("!!int x", "2020-99-99", "[" * 3000, "&a [*a]"):
         with refuses(RecipeError, names=["--set", "seed", "YAML"]):
             load_recipe("idpa_cnn.mnist", [f"seed={text}"])
+
+
+def test_keys_are_compared_in_linear_time() -> None:
+    compared = 0
+
+    class Key(str):
+        __hash__ = str.__hash__
+
+        def __eq__(self, other: object) -> bool:
+            nonlocal compared
+            compared += 1
+            return str.__eq__(self, other)
+
+    def scalar(value: str) -> yaml.ScalarNode:
+        return yaml.ScalarNode("tag:yaml.org,2002:str", value)
+
+    keys = [scalar(Key(f"key {k}")) for k in range(2000)]
+    node = yaml.MappingNode("tag:yaml.org,2002:map", [(key, scalar("")) for key in keys])
+    assert yaml_tree._count(node, {}, ()) == 4001 and compared < 10_000

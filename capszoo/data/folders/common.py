@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import unicodedata
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -255,8 +256,8 @@ def sides(size: Side | None, resize: Side | None) -> tuple[tuple[int, int], tupl
 
 def mean_cropped(sizes: Sequence[tuple[int, int]], side: tuple[int, int], framing: Framing) -> float | None:
     """Mean share of the area of images (width, height) that framing cuts off; None without images."""
-    lost = [cropped_share(one, side, crop_mode=framing.crop_mode) for one in sizes]
-    return sum(lost) / len(lost) if lost else None
+    lost = sum(n * cropped_share(one, side, crop_mode=framing.crop_mode) for one, n in Counter(sizes).items())
+    return lost / len(sizes) if sizes else None
 
 
 def open_source(

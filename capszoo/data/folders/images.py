@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from capszoo._utils.files import read_json_object
-from capszoo.errors import CapszooError
+from capszoo.errors import CapszooError, WeightsError
 from capszoo.images import Framing, files_below, is_hidden, is_visible_image
 
 from ..errors import DataError
@@ -301,7 +301,7 @@ def open_h_imagenet(
     try:
         manifest = read_json_object(folder / "h_imagenet.json")
         expected = manifest["counts"]["train" if split == "train" else "val"]
-    except (KeyError, TypeError) as error:
+    except (WeightsError, KeyError, TypeError) as error:
         raise DataError(f"{folder / 'h_imagenet.json'} is damaged ({error}): build the set again") from error
     images = open_images(spec.name, folder, split, reading, spec)
     if not reading.skipped and len(images) != expected:

@@ -81,6 +81,15 @@ class Norm(NamedTuple):
     bias: Tensor | None = None
     eps: float = 0.0
 
+    def check(self, e: int) -> None:
+        if self.kind not in ("none", "layer"):
+            raise ValueError(f"norm must be 'none' or 'layer', not {self.kind!r}")
+        shapes = [None if t is None else tuple(t.shape) for t in (self.weight, self.bias)]
+        if shapes != [(e,) if self.kind == "layer" else None] * 2:
+            raise ValueError(
+                f"norm {self.kind!r} of poses of {e} numbers has no use for a weight and bias of shapes {shapes}"
+            )
+
     def tensors(self) -> tuple[Tensor | None, Tensor | None]:
         return (
             None if self.weight is None else self.weight.contiguous(),
@@ -125,6 +134,7 @@ def finish(
 
 def normalise(sums: Tensor, norm: Norm, scale: float) -> Tensor:
     """Poses from sums, both ``[n, j, e]``."""
+    norm.check(sums.shape[-1])
     out = torch.empty_like(sums, memory_format=torch.contiguous_format)
     return finish(sums.contiguous()[None], out, norm, scale) if out.numel() > 0 else out
 
@@ -160,6 +170,8 @@ class Pass:
     def __init__(
         self, children: Tensor, weight: Tensor, parents: Tensor, scale: float, kernel: int, stride: int
     ) -> None:
+        if not children.dtype == weight.dtype:
+            raise ValueError(f"children are {children.dtype} and weights {weight.dtype}: cast one of them")
         if not children.device == weight.device == parents.device:
             raise RuntimeError(
                 f"expected all tensors on one device, but found children on {children.device}, weights on "
@@ -229,6 +241,7 @@ class Pass:
     def run(self, want_couplings: bool, norm: Norm, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Poses ``[n, j, e]``, couplings ``[n, c, j]`` and sums before the norm ``[n, j, e]``."""
         new, shape = self.children.new_empty, self.parents.shape
+        norm.check(shape[2])
         keep = keep and norm.kind != "none"
         poses, kept = new(shape), new(shape if keep else (0,))
         couplings = new((self.routings, self.count, shape[1]) if want_couplings else (0,))

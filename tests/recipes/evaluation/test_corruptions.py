@@ -15,6 +15,7 @@ from capszoo.recipes.evaluation.corruptions import (
     MNIST_C,
     Corruption,
     CorruptionResult,
+    _plasma,
     corrupt,
     corruptions,
     mean_accuracy,
@@ -170,3 +171,12 @@ def test_the_images_do_not_depend_on_the_batch_size(target: EvalTarget) -> None:
 def test_the_mean_counts_corruptions_equally() -> None:
     results = [CorruptionResult("a", "noise", (10.0, 20.0)), CorruptionResult("b", "blur", (45.0,))]
     assert mean_accuracy(results) == 30
+
+
+def test_fog_is_smoother_where_its_amplitude_falls_faster() -> None:
+    def roughness(decay: float) -> float:
+        field = _plasma(16, 32, decay, keyed_generator(0))
+        assert field.amin((1, 2)).unique().tolist() == [0] and field.amax((1, 2)).unique().tolist() == [1]
+        return float((field - field.roll(1, 1)).abs().mean())
+
+    assert roughness(3) < roughness(2) < roughness(1.2)

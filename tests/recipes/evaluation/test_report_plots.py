@@ -115,15 +115,23 @@ def test_the_command_takes_reports(tmp_path: Path) -> None:
     ("changes", "said"),
     [
         ({"robustness": {"sweeps": 5}}, "robustness.sweeps: Input should be a valid list"),
+        ({"robustness": [1]}, "robustness: Input should be"),
         ({"robustness": {"sweeps": [{}], "pgd": []}}, "robustness.sweeps.0.name: Field required"),
         ({"robustness": {"sweeps": [], "pgd": []}}, "holds no robustness"),
         ({"n": 0}, "n: Input should be greater"),
+        ({"top1": "x"}, "top1: Input should be a valid number"),
+        ({"top1": "99.0"}, "top1: Input should be a valid number"),
+        ({"dataset": None}, "dataset: Input should be a valid string"),
     ],
 )
 def test_a_damaged_report_is_one_line(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
     (tmp_path / "eval.json").write_text(json.dumps(_report("a", 90.0) | changes))
     line = fails(1, "curves", "--what", "robustness", "--out", tmp_path / "x.png", tmp_path)
     assert said in line and not (tmp_path / "x.png").exists()
+    report = _report("a", 90.0)
+    report["robustness"]["sweeps"][0]["accuracy"].pop()
+    with refuses(CapszooError, names=["amounts", "accuracy"]):
+        draw_robustness({"a": report}, tmp_path / "x.png")
 
 
 def test_confusion(tmp_path: Path, kept: list[Any]) -> None:

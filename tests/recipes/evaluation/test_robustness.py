@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from capszoo.errors import UsageError
+from capszoo.errors import CapszooError, UsageError
 from capszoo.recipes.evaluation.metrics import assess
 from capszoo.recipes.evaluation.robustness import (
     SWEEPS,
@@ -129,9 +130,17 @@ def test_affnist(target: EvalTarget, tiny_mnist: Path) -> None:
     assert "the model is of cifar10" in affnist(colour, tiny_mnist).reason
 
 
-def test_radii() -> None:
+def test_errors(target: EvalTarget) -> None:
     assert parse_radii("0.1,8/255") == pytest.approx((0.1, 8 / 255))
     for text in ("x", "1/0", "2", "-0.1", ""):
         with refuses(UsageError, names=["invalid"]):
             parse_radii(text)
+    images, labels = torch.zeros(1, 1, 2, 2), torch.zeros(1, dtype=torch.long)
+    with refuses(UsageError, names=["2", "eps"]):
+        pgd(nn.Flatten(), images, labels, 2.0)
+    with pytest.raises(UsageError, match="0 steps"):
+        pgd(nn.Flatten(), images, labels, 0.1, 0)
+    several = replace(target.images.spec, labels_per_image=2)
+    with refuses(CapszooError, names=["label", "image"]):
+        attack(replace(target, images=replace(target.images, spec=several)), (0.1,))
     assert default_eps(1)[0] == default_eps(3)[0] == 0.0
