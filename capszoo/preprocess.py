@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ._pretrained.facts import model_input_size, own_facts
 from ._utils.choices import check_background
+from ._utils.pixels import view
 from .errors import CapszooError, UsageError
 from .images import (
     CROP_MODES,
@@ -26,14 +27,7 @@ from .images import (
     ValueRange,
     default_background,
     find_images,
-    fit_drawing,
-    flatten,
-    invert,
-    looks_inverted,
     one_line_errors,
-    pad_to,
-    resize_and_crop,
-    to_8_bits,
     to_mode,
     upright_picture,
 )
@@ -129,7 +123,7 @@ class ImageTransform:
             and no image is said to look inverted.
         crop_mode: ``center``, ``squash`` or ``border`` (see ``capszoo.images.resize_and_crop``).
         value_range: black and white in images of more than 8 bits a channel, as in training; None: each file's (see
-            ``capszoo.images.to_8_bits``).
+            ``capszoo.images.open_image``).
     """
 
     channels: int
@@ -157,20 +151,9 @@ class ImageTransform:
         Raises:
             CapszooError: an image that cannot be converted; the message begins with ``name``.
         """
+        settings = {name: value for name, value in vars(self).items() if name != "std"}
         with one_line_errors(name):
-            image, depth = to_8_bits(image, self.value_range, name)
-            image, note = flatten(image, self.background, self.channels)
-            image = to_mode(image, self.channels)
-            image = invert(image) if self.invert else image
-            whole = (image.height, image.width) == self.size
-            size = self.size if self.object_size is None or (whole and not self.fit) else self.object_size
-            resampling = Image.Resampling[self.interpolation.upper()]
-            cropped = resize_and_crop(image, size, self.crop_pct, resampling, self.crop_mode, self.mean)
-            # judged before it is fitted, which puts it on black
-            bright = "" if self.invert or self.inherited_mean else looks_inverted(cropped, self.mean)
-            image = fit_drawing(image, size) if self.fit else cropped
-            image = image if size == self.size else pad_to(image, self.size, self.canvas)
-        return image, tuple(remark for remark in (depth, note, bright) if remark)
+            return view(image, **settings)
 
     def __call__(self, image: Image.Image) -> Tensor:
         """Image to ``[c, h, w]``, float32."""

@@ -1,4 +1,4 @@
-"""Opening images: one rule for all, copied by hand in a bundle's infer.py; no small file takes the machine."""
+"""Opening images: one rule for all, also in a bundle's infer.py; no small file takes the machine."""
 
 from __future__ import annotations
 
@@ -22,10 +22,13 @@ from PIL import Image
 from torch import nn
 
 from capszoo import images
+from capszoo._utils import pixels
+from capszoo._utils.pixels import to_8_bits
 from capszoo.data import DataError
 from capszoo.data.readers import decode_image, look_at_set
 from capszoo.errors import CapszooError, UsageError
 from capszoo.export.bundle.manifest import preprocessing
+from capszoo.export.bundle.write import stand_alone_script
 from capszoo.images import open_image, resize_and_crop, to_mode, upright_picture
 from capszoo.preprocess import ImageTransform
 from tests.support import load_script
@@ -34,8 +37,11 @@ from tests.support.formats import write_image
 
 
 @pytest.fixture(scope="module")
-def infer(root: Path):
-    return load_script(root / "export" / "bundle" / "infer.py")
+def infer(tmp_path_factory: pytest.TempPathFactory):
+    """The script that a bundle holds."""
+    path = tmp_path_factory.mktemp("bundle") / "infer.py"
+    path.write_text(stand_alone_script(), encoding="utf-8")
+    return load_script(path)
 
 
 def _chunks(path: Path, *chunks: tuple[bytes, bytes]) -> Path:
@@ -116,7 +122,6 @@ def test_a_bundle_opens_images_as_the_package_does(
     for path in _gallery(tmp_path):
         ours, theirs = transform(open_image(path)).numpy(), infer.preprocess(path, _spec(transform))
         assert np.array_equal(ours, theirs.astype(np.float32)), path.name
-    assert infer.MAX_PIXELS == images.MAX_PIXELS
 
 
 @pytest.mark.parametrize("channels", [1, 3])
@@ -133,7 +138,7 @@ def test_a_bundle_has_the_options_of_the_package(infer, tmp_path: Path, channels
             assert said == list(notes)
 
 
-def test_floats_of_either_range_are_the_same_picture(infer, tmp_path: Path) -> None:
+def test_floats_of_either_range_are_the_same_picture(tmp_path: Path) -> None:
     grey = np.random.default_rng(0).integers(0, 256, (20, 20), dtype=np.uint8)
     grey[0, 0] = 0
     expected = np.asarray(Image.fromarray(grey))
@@ -141,9 +146,8 @@ def test_floats_of_either_range_are_the_same_picture(infer, tmp_path: Path) -> N
         values = grey.astype(np.float32) / 255 * top
         values[0, 0] = np.nan  # a pixel without a value is black
         Image.fromarray(values).save(tmp_path / "float.tif")
-        theirs, _ = infer.to_8_bits(infer.open_image(tmp_path / "float.tif"))
-        for found in (open_image(tmp_path / "float.tif", 1), theirs):
-            assert np.abs(np.asarray(found, dtype=int) - expected).max() <= 1, top
+        found = np.asarray(open_image(tmp_path / "float.tif", 1), dtype=int)
+        assert np.abs(found - expected).max() <= 1, top
 
 
 def test_readers_open_images_as_predict_does(tmp_path: Path) -> None:
@@ -173,17 +177,14 @@ def test_cropping_before_scaling_gives_the_same_pixels(resampling: Image.Resampl
 
 
 @pytest.mark.parametrize("size", [(500, 375), (375, 500), (333, 250), (1024, 683)])
-def test_predict_sees_the_pixels_of_eval_and_training(infer, tmp_path: Path, size: tuple[int, int]) -> None:
+def test_predict_sees_the_pixels_of_eval_and_training(tmp_path: Path, size: tuple[int, int]) -> None:
     """Data sets are decoded at 8/7 of the input, then cropped: the same centre, whatever is odd."""
     noise = np.random.default_rng(0).integers(0, 256, (size[1] // 4, size[0] // 4, 3), dtype=np.uint8)
     Image.fromarray(noise).resize(size, Image.Resampling.BICUBIC).save(tmp_path / "a.png")
     transform = ImageTransform(3, (56, 56), (0.5,), (0.25,), crop_pct=0.875)
     evaluated = decode_image(tmp_path / "a.png", "RGB", "a", 64)[4:60, 4:60].transpose(2, 0, 1).astype(int)
-    for seen in (
-        transform(open_image(tmp_path / "a.png")).numpy(),
-        infer.preprocess(tmp_path / "a.png", _spec(transform)),
-    ):
-        assert np.abs(np.rint((seen * 0.25 + 0.5) * 255) - evaluated).max() <= 1
+    seen = transform(open_image(tmp_path / "a.png")).numpy()
+    assert np.abs(np.rint((seen * 0.25 + 0.5) * 255) - evaluated).max() <= 1
 
 
 @pytest.mark.parametrize(("rows", "cols"), [(28, 31), (31, 28), (28, 30), (29, 28), (28, 61)])
@@ -211,7 +212,7 @@ def test_a_jpeg_has_the_same_pixels_at_any_scale(tmp_path: Path, width: int, sid
         assert open_image(tmp_path / "a.jpg", 3, side=width // 20).width < whole.width
 
 
-def test_files_that_pillow_may_not_open(infer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_pillow_may_not_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pillow hands PostScript to Ghostscript, opens what is inside of an IPTC file with every format, and decodes an
     icon when it opens it, whose directory may state 16x16 for a PNG of any size."""
 
@@ -232,15 +233,13 @@ def test_files_that_pillow_may_not_open(infer, tmp_path: Path, monkeypatch: pyte
     path = tmp_path / "digit.png"
     for content, message, sizes in (
         (script, "in PostScript", ((8, 8),)),  # its header alone is read
-        (head + field(8, 10, script), "not an image|cannot identify", ()),
-        (struct.pack("<HHH", 0, 1, 1) + entry + png, "not an image|cannot identify", ()),
+        (head + field(8, 10, script), "not an image", ()),
+        (struct.pack("<HHH", 0, 1, 1) + entry + png, "not an image", ()),
     ):
         path.write_bytes(content)
-        for read in (open_image, infer.open_image):
-            with pytest.raises((CapszooError, ValueError, OSError), match=message):
-                read(path)
+        with pytest.raises(CapszooError, match=message):
+            open_image(path)
         assert look_at_set(lambda _: (path, path), 1).sizes == sizes
-    assert infer.FORMATS == [*images.FORMATS, "EPS"]
 
 
 def test_a_tile_that_is_larger_than_its_image(infer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,10 +257,10 @@ def test_a_tile_that_is_larger_than_its_image(infer, tmp_path: Path, monkeypatch
     with refuses(CapszooError, names=["tile.tif", "1x1", "64,000,000"]):
         open_image(path)
     with refuses(ValueError, names=["64,000,000", "--max-pixels"]):
-        infer.open_image(path)
+        infer.preprocess(path, {})
 
 
-def test_16_bit_transparent_colour(infer, tmp_path: Path) -> None:
+def test_16_bit_transparent_colour(tmp_path: Path) -> None:
     """PNG's tRNS of 16-bit RGB: Pillow reads the pixels as 8 bits and leaves the colour as 16."""
     raw = b"".join(b"\0" + struct.pack(">6H", 0x1234, 0x5678, 0x9ABC, 0xFFFF, 0, 0) for _ in range(2))
     head = struct.pack(">IIBBBBB", 2, 2, 16, 2, 0, 0, 0)
@@ -269,13 +268,9 @@ def test_16_bit_transparent_colour(infer, tmp_path: Path) -> None:
     path = _chunks(tmp_path / "a.png", (b"IHDR", head), (b"tRNS", transparent), (b"IDAT", zlib.compress(raw)))
     expected = [[[255, 255, 255], [255, 0, 0]]] * 2  # composited on white
     assert np.asarray(open_image(path, 3)).tolist() == expected
-    flat, _ = infer.flatten(infer.open_image(path), "white", 3)
-    assert np.asarray(flat.convert("RGB")).tolist() == expected
 
 
-def test_a_thin_image_is_cropped_before_it_is_scaled(
-    infer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_thin_image_is_cropped_before_it_is_scaled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """1 x 1,000,000 pixels, about a kilobyte: scaled first, it would be 28 x 28,000,000."""
     transform = ImageTransform(1, (28, 28), (0.5,), (0.25,), crop_pct=0.875)
     made, resize = [], Image.Image.resize
@@ -288,10 +283,9 @@ def test_a_thin_image_is_cropped_before_it_is_scaled(
     for size in ((1, 1_000_000), (1_000_000, 1)):
         path = _png(tmp_path / f"{size[0]}.png", *size)
         assert path.stat().st_size < 100_000
-        for pixels in (transform(open_image(path)).numpy(), infer.preprocess(path, _spec(transform))):
-            assert pixels.shape == (1, 28, 28)
+        assert transform(open_image(path)).shape == (1, 28, 28)
         assert decode_image(path, "L", "x", side=28).shape == (28, 28)
-    assert len(made) >= 6 and max(made) <= 28 * 28 and time.monotonic() - start < 20
+    assert len(made) >= 4 and max(made) <= 28 * 28 and time.monotonic() - start < 20
 
 
 def test_too_many_pixels_are_refused_before_they_are_decoded(
@@ -306,7 +300,7 @@ def test_too_many_pixels_are_refused_before_they_are_decoded(
     with refuses(DataError, names=["bomb.png", "64,000,000"]):
         decode_image(path, "L", path)
     with refuses(ValueError, names=["13000x13000", "64,000,000", "--max-pixels"]):
-        infer.open_image(path)
+        infer.preprocess(path, {})
     assert not decoded
     huge = _png(tmp_path / "huge.png", 80_000_000, 1)
     with refuses(CapszooError, names=["64,000,000", "pixels"]):
@@ -362,7 +356,7 @@ def test_the_limit_is_an_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_deep_images_are_converted_in_strips(monkeypatch: pytest.MonkeyPatch) -> None:
     values = np.random.default_rng(0).integers(0, 65536, (50, 40), dtype=np.uint16)
     whole = np.asarray(to_mode(Image.fromarray(values), 1))
-    monkeypatch.setattr(images, "_STRIP", 100)
+    monkeypatch.setattr(pixels, "_STRIP", 100)
     assert np.array_equal(whole, np.asarray(to_mode(Image.fromarray(values), 1)))
     assert np.array_equal(whole, np.rint(values / 65535.0 * 255).astype(np.uint8))
 
@@ -402,26 +396,24 @@ def _grey(values: np.ndarray) -> Image.Image:
 
 
 @pytest.mark.parametrize("kind", [np.uint16, np.int32, np.float32])
-def test_one_range_holds_for_dark_and_bright_images(infer, kind: type) -> None:
+def test_one_range_holds_for_dark_and_bright_images(kind: type) -> None:
     """Which values are black and white never depends on the image alone."""
     seen = {}
     for value in (255, 256, 4095):
-        image = _grey(np.full((4, 4), value, kind))
-        for read in (images.to_8_bits, infer.to_8_bits):
-            picture, note = read(image, (0, 4095))
-            assert note == ""
-            assert seen.setdefault(value, int(np.asarray(picture)[0, 0])) == np.asarray(picture)[0, 0]
+        picture, note = to_8_bits(_grey(np.full((4, 4), value, kind)), (0, 4095))
+        assert note == ""
+        seen[value] = int(np.asarray(picture)[0, 0])
     assert seen == {255: 16, 256: 16, 4095: 255}
-    picture, note = images.to_8_bits(_grey(np.full((4, 4), 5000, kind)), (0, 4095))
+    picture, note = to_8_bits(_grey(np.full((4, 4), 5000, kind)), (0, 4095))
     assert np.asarray(picture)[0, 0] == 255 and "clipped" in note
-    low, _ = images.to_8_bits(_grey(np.array([[-2, 0, 2]], np.float32)), (-2.0, 2.0))
+    low, _ = to_8_bits(_grey(np.array([[-2, 0, 2]], np.float32)), (-2.0, 2.0))
     assert np.asarray(low).tolist() == [[0, 128, 255]]
 
 
 def test_without_a_known_range_integers_have_all_16_bits() -> None:
     found = {}
     for value in (255, 256, 65535):
-        picture, note = images.to_8_bits(_grey(np.full((4, 4), value, np.uint16)))
+        picture, note = to_8_bits(_grey(np.full((4, 4), value, np.uint16)))
         found[value] = int(np.asarray(picture)[0, 0])
         assert bool(note) == (value < 8192)
     assert found == {255: 1, 256: 1, 65535: 255}
@@ -473,13 +465,13 @@ def test_a_tiff_states_its_range(tmp_path: Path) -> None:
     _grey(values).save(tmp_path / "ten.tif", tiffinfo={281: 1023})
     assert np.asarray(open_image(tmp_path / "ten.tif", 1)).min() == 255
     for opened in (open_image(tmp_path / "ten.tif"), upright_picture(Image.open(tmp_path / "ten.tif"))):
-        assert images.to_8_bits(opened)[0].getpixel((0, 0)) == 255
+        assert to_8_bits(opened)[0].getpixel((0, 0)) == 255
 
 
 @pytest.mark.parametrize("crop_pct", [1.0, 0.75])
 @pytest.mark.parametrize("crop_mode", ["center", "squash", "border"])
 @pytest.mark.parametrize("size", [(300, 90), (90, 300), (64, 48)])
-def test_crop_modes_are_timms(infer, tmp_path: Path, size: tuple, crop_mode: str, crop_pct: float) -> None:
+def test_crop_modes_are_timms(tmp_path: Path, size: tuple, crop_mode: str, crop_pct: float) -> None:
     waves = np.sin(
         np.arange(size[1])[:, None, None] / 30 + np.arange(size[0])[None, :, None] / 40 + np.arange(3)
     )
@@ -491,7 +483,6 @@ def test_crop_modes_are_timms(infer, tmp_path: Path, size: tuple, crop_mode: str
         (3, 48, 48), crop_pct=crop_pct, crop_mode=crop_mode, mean=mean, std=std, interpolation="bilinear"
     )
     ours = transform(open_image(tmp_path / "a.png"))
-    assert np.array_equal(ours.numpy(), infer.preprocess(tmp_path / "a.png", _spec(transform)))
     differs = (ours - theirs(picture)).abs() * 0.25 * 255
     # timm scales the whole image to whole pixels, and crops a region that may be half a pixel off
     assert differs.mean() < 2 and (differs > 20).float().mean() < 0.03
@@ -513,13 +504,12 @@ def test_the_share_that_is_cropped_away() -> None:
 
 
 @pytest.mark.parametrize("mode", ["La", "RGBa"])
-def test_premultiplied_pictures_are_read(infer, mode: str) -> None:
+def test_premultiplied_pictures_are_read(mode: str) -> None:
     picture = Image.new(mode.upper(), (8, 8), (200, 255) if mode == "La" else (200, 200, 200, 255)).convert(
         mode
     )
     transform = ImageTransform(1, (8, 8), (0.5,), (0.25,))
     assert np.asarray(transform.view(picture)).tolist() == [[200] * 8] * 8
-    assert np.array_equal(transform(picture).numpy(), infer.read_picture(picture, _spec(transform))[0])
 
 
 def test_an_image_of_many_bands_is_one_line(tmp_path: Path, root: Path) -> None:

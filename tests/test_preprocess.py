@@ -11,8 +11,8 @@ import torch
 import torch.nn as nn
 from PIL import Image
 
-from capszoo import preprocess
 from capszoo._pretrained.facts import set_own_facts
+from capszoo._utils import pixels
 from capszoo.errors import CapszooError, UsageError
 from capszoo.images import Framing
 from capszoo.inference import load_model, predict
@@ -135,14 +135,14 @@ def test_an_error_while_reading_belongs_to_its_image(monkeypatch: pytest.MonkeyP
     model = load_model("resnet20_routingcaps.mnist", device="cpu")
     good = Image.new("L", (28, 28))
     floats = Image.fromarray(np.full((28, 28), -5, np.float32))
-    plain = preprocess.flatten
+    plain = pixels.flatten
 
     def flatten(image: Image.Image, *others: Any) -> Any:
         if image.mode == "CMYK":
             raise ValueError("conversion from CMYK to\nXYZ not supported")
         return plain(image, *others)
 
-    monkeypatch.setattr(preprocess, "flatten", flatten)
+    monkeypatch.setattr(pixels, "flatten", flatten)
     found = predict(model, [good, floats, Image.new("CMYK", (28, 28)), good])
     assert [bool(one.error) for one in found] == [False, True, True, False]
     assert found[1].error.startswith("image 2: ")

@@ -299,16 +299,15 @@ def _look_at(encoded: bytes | Path, source: Path | str, ranges: bool) -> _Look |
     """Open an image once for its header, and decode it for its values; None: decoding will report what it has."""
     from PIL import Image
 
-    from capszoo.images import (
+    from capszoo._utils.pixels import (
         decoded_pixels,
         image_formats,
         is_deep,
         lost_of,
-        open_image,
-        pixel_limit,
         stated_range,
         value_extremes,
     )
+    from capszoo.images import open_image, pixel_limit
 
     try:
         file = io.BytesIO(encoded) if isinstance(encoded, bytes) else encoded

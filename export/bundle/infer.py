@@ -20,132 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image, ImageChops, ImageOps
+from PIL import Image
 
-BACKGROUNDS = {"black": 0, "white": 255}
-STATED, LOST = "capszoo value range", "capszoo lost"  # keys of info: what a file states, what is not read
-VANISHES_BELOW = 32  # of 255: mean difference from the background
-FITTED = 20 / 28  # ratio of the size of MNIST's digits to the side of the frame
-# Pillow's other formats open further files, run programs, or decode before their size can be refused. EPS is refused.
-FORMATS = "PNG JPEG MPO BMP DIB GIF WEBP TIFF PPM JPEG2000 AVIF TGA PCX SGI EPS".split()
+from capszoo._utils.pixels import BACKGROUNDS, MAX_PIXELS, open_upright, view
+
 HERE = Path(__file__).absolute().parent
 if not (HERE / "model.onnx").is_file():  # this file alone is linked to, not each file of the bundle
     HERE = Path(__file__).resolve().parent
-MAX_PIXELS = 64_000_000
-RESAMPLING = {
-    "nearest": Image.Resampling.NEAREST,
-    "bilinear": Image.Resampling.BILINEAR,
-    "bicubic": Image.Resampling.BICUBIC,
-    "lanczos": Image.Resampling.LANCZOS,
-    "box": Image.Resampling.BOX,
-    "hamming": Image.Resampling.HAMMING,
-}
-
-
-def open_image(path: str | Path, max_pixels: int = MAX_PIXELS) -> Image.Image:
-    """An image file, upright; refused before it is decoded if it has too many pixels."""
-    if max_pixels > (Image.MAX_IMAGE_PIXELS or max_pixels):
-        Image.MAX_IMAGE_PIXELS = max_pixels
-    Image.init()
-    with Image.open(path, formats=[name for name in FORMATS if name in Image.OPEN]) as file:
-        if file.format == "EPS":  # Pillow would run Ghostscript
-            raise ValueError("in PostScript: save it as PNG")
-        if file.width * file.height > max_pixels:
-            raise ValueError(
-                f"{file.width}x{file.height} are more than {max_pixels:,} pixels: see --max-pixels"
-            )
-        tags = getattr(file, "tag_v2", None) or {}  # a TIFF's tile is decoded as a whole
-        if int(tags.get(322) or 0) * int(tags.get(323) or 0) > max_pixels:
-            raise ValueError(f"tiles of more than {max_pixels:,} pixels: see --max-pixels")
-        if file.mode == "LAB":
-            raise ValueError("in LAB colours: save it in grey or RGB")
-        lost = "; ".join(lost_of(file))
-        file.load()
-        try:
-            image = ImageOps.exif_transpose(file)
-        except Exception:  # EXIF data that cannot be read state no orientation
-            image = file.copy()
-        image.info |= {STATED: None, LOST: lost}
-        if (declared := stated_range(file)) is not None:  # a copy has no tags
-            image.info[STATED] = declared
-    return image
-
-
-def lost_of(image: Image.Image) -> list[str]:
-    """What of an opened file is not read: further pages, and where it matters half of the bits of a colour."""
-    lost = []
-    if image.format != "MPO" and getattr(image, "is_animated", False):  # a camera's MPO has a preview
-        lost.append("the first of its pages alone is read")
-    raw = [args if isinstance(args, str) else str(args[:1]) for *_, args in getattr(image, "tile", ())]
-    if image.mode.startswith("RGB") and any(";16" in mode for mode in raw):
-        if max(high for _, high in image.getextrema()[:3]) < 8192 // 256:  # type: ignore[misc]
-            lost.append("the upper 8 of its 16 bits are read, and its values end below 8192: dark")
-    return lost
-
-
-def is_deep(image: Image.Image) -> bool:
-    """True for integers or floats of more than 8 bits."""
-    return image.mode.startswith("I") or image.mode == "F"
-
-
-def stated_range(image: Image.Image) -> tuple[float, float] | None:
-    """Black and white as a TIFF states them (MinSampleValue and MaxSampleValue); None if it does not."""
-    tags = getattr(image, "tag_v2", None) or {}
-    if not is_deep(image):
-        return None
-
-    def number(*names: int) -> float | None:
-        held = next((tags[name] for name in names if name in tags), None)
-        held = held[0] if isinstance(held, tuple) and held else held
-        return float(held) if isinstance(held, (int, float)) and np.isfinite(held) else None
-
-    highest, lowest = number(281, 341), number(280, 340)
-    return (lowest or 0.0, highest) if highest is not None and highest > (lowest or 0.0) else None
-
-
-def to_8_bits(image: Image.Image, value_range: Any = None) -> tuple[Image.Image, str]:
-    """16 or 32 bits per channel to 8, and a note; Pillow's conversion would clip.
-
-    Black and white are those of training (``value_range``), or those that a TIFF states, else 0 and 65535 for integers,
-    0 and 1 or 255 for floats; an image with other values is refused.
-    """
-    lost = image.info.get(LOST, "")
-    if not is_deep(image):
-        return image, lost
-    rows = max(1, 2**20 // image.width)  # a strip at a time
-    tops = range(0, image.height, rows)
-    boxes = [(0, top, image.width, min(top + rows, image.height)) for top in tops]
-    strips = [np.asarray(image.crop(box)) for box in boxes]
-    lowest, highest = np.inf, -np.inf
-    for strip in strips:
-        if (finite := strip[np.isfinite(strip)]).size:
-            lowest, highest = min(lowest, float(finite.min())), max(highest, float(finite.max()))
-    lowest, highest = (lowest, highest) if lowest <= highest else (0, 0)
-    declared, note = value_range or image.info.get(STATED), ""
-    if declared:
-        black, white = declared
-        if lowest < black or highest > white:
-            note = f"values outside of {black:g} to {white:g} are clipped"
-    elif image.mode != "F" and 0 <= lowest and highest <= 65535:
-        black, white = 0, 65535
-        if highest < 8192:
-            note = "16 bits are read as 0 to 65535, and its values end below 8192: dark"
-    elif image.mode == "F" and 0 <= lowest and highest <= 1:
-        black, white = 0, 1
-    elif image.mode == "F" and 0 <= lowest and 2 <= highest <= 255:
-        black, white, note = 0, 255, "floats above 1 are read as 0 to 255"
-    else:
-        raise ValueError(
-            f"its values run from {lowest:g} to {highest:g}, and which are black and white is not known: "
-            "save it with 8 bits"
-        )
-    scaled = [
-        np.rint((np.nan_to_num(strip.astype(np.float64), nan=black) - black) / (white - black) * 255)
-        .clip(0, 255)
-        .astype(np.uint8)
-        for strip in strips
-    ]
-    return Image.fromarray(np.concatenate(scaled)), "; ".join(said for said in (lost, note) if said)
 
 
 def preprocess(
@@ -166,128 +47,30 @@ def read(
         max_pixels: an image with more is refused.
         **options: ``background``, ``invert``, ``fit``.
     """
-    return read_picture(open_image(path, max_pixels), spec, **options)
+    return read_picture(open_upright(path, max_pixels, "see --max-pixels"), spec, **options)
 
 
 def read_picture(image: Image.Image, spec: dict[str, Any], **options: Any) -> tuple[np.ndarray, list[str]]:
     """Like :func:`read`, for a picture that is already open."""
-    image, depth = to_8_bits(image, spec.get("value_range"))
-    background = options.get("background") or spec.get("background", "black")
-    image, note = flatten(image, background, spec["channels"])
-    image = image.convert("L" if spec["channels"] == 1 else "RGB")
-    image = ImageChops.invert(image) if options.get("invert") else image
-    frame = tuple(spec["size"])
-    whole = (image.height, image.width) == frame and not options.get("fit")
-    size = frame if whole or not spec.get("object_size") else tuple(spec["object_size"])
-    cropped = resize_and_crop(image, size, spec)
-    # judged before it is fitted, which puts it on black; with another set's mean there is nothing to compare with
-    unknown = options.get("invert") or spec.get("inherited_mean")
-    bright = "" if unknown else looks_inverted(cropped, spec["mean"])
-    image = fit_drawing(image, size) if options.get("fit") else cropped
-    notes = [remark for remark in (depth, note, bright) if remark]
-    if size != frame:
-        value = BACKGROUNDS[spec.get("background", "black")]  # as in training, whatever `background` says
-        canvas = Image.new(image.mode, frame[::-1], value if image.mode == "L" else (value,) * 3)
-        canvas.paste(image, ((frame[1] - image.width) // 2, (frame[0] - image.height) // 2))
-        image = canvas
-    pixels = np.asarray(image, dtype=np.uint8).reshape(*frame, spec["channels"]).transpose(2, 0, 1)
+    canvas = spec.get("background", "black")  # as in training, whatever the option `background` says
+    stated = ("channels", "interpolation", "crop_pct", "crop_mode", "mean", "value_range", "inherited_mean")
+    image, notes = view(
+        image,
+        **{key: spec[key] for key in stated if key in spec},
+        size=tuple(spec["size"]),
+        object_size=tuple(spec["object_size"]) if spec.get("object_size") else None,
+        background=options.get("background") or canvas,
+        canvas=canvas,
+        invert=bool(options.get("invert")),
+        fit=bool(options.get("fit")),
+    )
+    pixels = np.asarray(image, dtype=np.uint8).reshape(*spec["size"], spec["channels"]).transpose(2, 0, 1)
     if spec["dtype"] == "uint8":
-        return np.ascontiguousarray(pixels), notes
+        return np.ascontiguousarray(pixels), list(notes)
     column = (-1, 1, 1)
     mean = np.asarray(spec["mean"], np.float32).reshape(column)
     std = np.asarray(spec["std"], np.float32).reshape(column)
-    return (pixels.astype(np.float32) / np.float32(255) - mean) / std, notes
-
-
-def flatten(image: Image.Image, background: str, channels: int) -> tuple[Image.Image, str]:
-    """Composite transparent pixels; with a note, on the opposite background if opaque ones would be invisible."""
-    if not image.has_transparency_data:
-        return image, ""
-    if image.mode in ("La", "RGBa"):  # premultiplied, which Pillow converts to no other mode
-        image = image.convert(image.mode.upper())
-    key = image.info.get("transparency")
-    if isinstance(key, tuple) and max(key) > 255:  # of 16 bits, while the pixels have 8
-        image = image.copy()
-        image.info["transparency"] = tuple(value >> 8 for value in key)
-    rgba = image.convert("RGBA")
-    # a sample of about a million pixels is enough
-    step = max(1, round((rgba.width * rgba.height / 1e6) ** 0.5))
-    opacity = np.asarray(rgba.getchannel("A"))[::step, ::step].astype(np.float64)
-    grey = np.asarray(rgba.convert("RGB").convert("L"))[::step, ::step].astype(np.float64)
-    total = opacity.sum()
-    differs = np.abs(grey - BACKGROUNDS[background])
-    vanishes = opacity.min() < 255 and total > 0 and (differs * opacity).sum() / total < VANISHES_BELOW
-    chosen, note = background, ""
-    if vanishes:
-        chosen = "white" if background == "black" else "black"
-        note = f"transparent, and its opaque pixels are {background}: composited on {chosen}"
-    canvas = Image.new("RGBA", rgba.size, (BACKGROUNDS[chosen],) * 3 + (255,))
-    flat = Image.alpha_composite(canvas, rgba).convert("RGB" if channels == 3 else "L")
-    if vanishes and channels == 1:
-        return ImageChops.invert(flat), f"{note} and inverted"
-    return flat, note
-
-
-def looks_inverted(image: Image.Image, mean: list[float]) -> str:
-    """A note if a grey picture is bright with a bright edge, but training images are dark; else empty."""
-    if len(mean) != 1 or mean[0] > 0.35 or image.mode != "L":
-        return ""
-    pixels = np.asarray(image, dtype=np.float64) / 255
-    edge = np.concatenate([pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1]])
-    if pixels.mean() < 0.6 or edge.mean() < 0.6:
-        return ""
-    return f"mean {pixels.mean():.1f}, trained on {mean[0]:.2f}: inverted? --invert swaps dark and bright"
-
-
-def fit_drawing(image: Image.Image, size: tuple[int, int]) -> Image.Image:
-    """Centre and scale a drawing like the makers of MNIST: 20 of 28 pixels, its centre of mass in the middle."""
-    height, width = size
-    grey = np.asarray(image.convert("L"))
-    darkest, brightest = float(grey.min()), float(grey.max())
-    ink = grey > darkest + 0.2 * (brightest - darkest)
-    if not ink.any() or ink.all():  # nothing is drawn
-        return image.resize((width, height))
-    rows, cols = np.flatnonzero(ink.any(axis=1)), np.flatnonzero(ink.any(axis=0))
-    drawing = image.crop((int(cols[0]), int(rows[0]), int(cols[-1]) + 1, int(rows[-1]) + 1))
-    scale = FITTED * min(height / drawing.height, width / drawing.width)
-    small = (max(1, round(drawing.width * scale)), max(1, round(drawing.height * scale)))
-    drawing = drawing.resize(small, Image.Resampling.LANCZOS)
-    weight = np.asarray(drawing.convert("L"), dtype=np.float64) + 1e-9
-    down = (weight.sum(axis=1) @ np.arange(small[1])) / weight.sum()
-    across = (weight.sum(axis=0) @ np.arange(small[0])) / weight.sum()
-    top = min(max(round(height / 2 - down), 0), height - small[1])
-    left = min(max(round(width / 2 - across), 0), width - small[0])
-    framed = Image.new(image.mode, (width, height))
-    framed.paste(drawing, (left, top))
-    return framed
-
-
-def resize_and_crop(image: Image.Image, size: tuple[int, int], spec: dict[str, Any]) -> Image.Image:
-    """An image at a size, by the crop mode; only the region that is seen is scaled."""
-    height, width = size
-    mode = spec.get("crop_mode", "center")
-    down, across = height / image.height, width / image.width
-    if mode != "squash":
-        down = across = max(down, across) if mode == "center" else min(down, across)
-    down, across = down / spec["crop_pct"], across / spec["crop_pct"]
-    rows, cols = max(1, round(image.height * down)), max(1, round(image.width * across))
-    if mode != "border":
-        rows, cols = max(height, rows), max(width, cols)
-    tall, wide = min(height, rows), min(width, cols)  # of the part that is seen
-    if (rows, cols) == (image.height, image.width):
-        x, y = (cols - wide) // 2, (rows - tall) // 2
-        seen = image.crop((x, y, x + wide, y + tall))
-    else:
-        region = min(height / down, image.height), min(width / across, image.width)
-        top, left = (image.height - region[0]) / 2, (image.width - region[1]) / 2
-        box = (left, top, min(left + region[1], image.width), min(top + region[0], image.height))
-        seen = image.resize((wide, tall), RESAMPLING[spec["interpolation"]], box=box)
-    if (tall, wide) == tuple(size):
-        return seen
-    fill = tuple(min(max(round(255 * value), 0), 255) for value in spec["mean"])
-    canvas = Image.new(image.mode, (width, height), fill * spec["channels"] if len(fill) == 1 else fill)
-    canvas.paste(seen, ((width - wide) // 2, (height - tall) // 2))
-    return canvas
+    return (pixels.astype(np.float32) / np.float32(255) - mean) / std, list(notes)
 
 
 def probabilities(scores: np.ndarray, kind: str) -> np.ndarray:

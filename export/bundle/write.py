@@ -6,11 +6,11 @@ is no incomplete bundle under that name, and an older one is unchanged.
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import platform
 import re
-import shutil
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
@@ -22,6 +22,7 @@ import torch.nn as nn
 
 from capszoo._pretrained.facts import label_lines, label_names
 from capszoo._pretrained.files import sha256_of
+from capszoo._utils import pixels
 from capszoo._utils.files import replacing
 from capszoo._version import __version__
 from capszoo.errors import CapszooError, UsageError
@@ -81,7 +82,7 @@ def export_bundle(
         (work / "labels.txt").write_text(
             "".join(f"{line}\n" for line in label_lines(labels)), encoding="utf-8"
         )
-        shutil.copyfile(Path(__file__).with_name("infer.py"), work / "infer.py")
+        (work / "infer.py").write_text(stand_alone_script(), encoding="utf-8")
         _write_reference(prepared, work / "reference.npz")
         served = write_triton(work, safe, report, options.triton_repositories)
         manifest = {
@@ -102,6 +103,16 @@ def export_bundle(
         _write_json(work / "manifest.json", manifest)
         _checked_target(Path(out))  # again: the export took its time
     return manifest
+
+
+def stand_alone_script() -> str:
+    """``infer.py`` with the source of ``capszoo._utils.pixels`` in place of its import, so that it stands alone."""
+    script = Path(__file__).with_name("infer.py").read_text(encoding="utf-8")
+    before, line, after = re.split(r"^(from capszoo\._utils\.pixels import .*\n)", script, flags=re.MULTILINE)
+    source = inspect.getsource(pixels).split("from __future__ import annotations\n", 1)[1]
+    return (
+        f"{before}# The module capszoo._utils.pixels of capszoo {__version__}.\n{source.strip()}\n\n{after}"
+    )
 
 
 def _write_engines(
