@@ -241,18 +241,19 @@ def training_growth(name: str, batch: int = 4, steps: int = 8) -> float:
     """MB by which the process grows in so many training steps at the native size.
 
     By the least of the steps after and of those before, since memory that was freed may stay with the process a while.
+    The first step is left out: what it frees is what later ones use.
     """
     model = capszoo.create_model(name).train()
     # eight steps that are kept are then twice the limit
     x = images(model, max(batch, math.ceil(6 * batch / kept_by_a_step(model, images(model, batch)))))
     process = psutil.Process()
     sizes = []
-    for _ in range(2 * steps):
+    for _ in range(2 * steps + 1):
         model.zero_grad(set_to_none=False)
         model(x).float().square().mean().backward()
         gc.collect()
         sizes.append(process.memory_info().rss)
-    return float(min(sizes[steps:]) - min(sizes[:steps])) / 2**20
+    return float(min(sizes[steps + 1 :]) - min(sizes[1 : steps + 1])) / 2**20
 
 
 #: Each with a way of its own to keep what the backward pass needs.
