@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ._pretrained.facts import label_names
 from .checkpoint import NoWeights, load_model
 from .errors import CapszooError, UsageError
-from .models._inspect import evaluating
+from .models._inspect import evaluating, first_parameter
 from .preprocess import ImageLike, ImageTransform, as_image, is_image_like, model_transform
 from .scores import ImagePrediction, ScoredClass, probabilities, score_kind
 
@@ -97,7 +97,7 @@ def _predict_chunk(
             found[i] = replace(found[i], size=image.size, notes=notes)
     if not tensors:
         return found
-    like = next(model.parameters(), torch.empty(0))  # an exported file has none
+    like = first_parameter(model)
     with evaluating(model), torch.inference_mode():
         scores = model(torch.stack([*tensors.values()]).to(like.device, like.dtype)).float().cpu()
     values, indices = scores.topk(topk, dim=1)

@@ -22,7 +22,7 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from capszoo.errors import UsageError
 from capszoo.layers.engine import RoutingLayer
-from capszoo.models._inspect import iteration_attributes, routing_iterations
+from capszoo.models._inspect import first_parameter, iteration_attributes, routing_iterations
 
 __all__ = [
     "Served",
@@ -172,7 +172,7 @@ class Served(nn.Module):
         self.input_dtype = torch.uint8 if mean else torch.float32
         if mean:
             # (x / 255 - mean) / std as one product and one difference; the constants are computed in float64
-            like = next(model.parameters(), torch.empty(0))
+            like = first_parameter(model)
             m, s = (torch.tensor(values, dtype=torch.float64).view(-1, 1, 1) for values in (mean, std))
             self.register_buffer("scale", (1 / (255 * s)).float().to(like.device), persistent=False)
             self.register_buffer("shift", (m / s).float().to(like.device), persistent=False)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import CapszooError
-from ..models._inspect import evaluating
+from ..models._inspect import evaluating, first_parameter
 from ..preprocess import ImageLike, ImageTransform, model_transform
 from ..scores import probabilities, score_kind
 from .attributions import tile_index
@@ -129,7 +129,7 @@ def _falls(
         # all but the last step, after which the image is black in every order
         blackened.append(rank[index] < torch.arange(1, steps)[:, None, None])
     pixels = explanation.image * ~torch.cat(blackened)[:, None]
-    like = next(model.parameters(), torch.empty(0))  # an exported file has none
+    like = first_parameter(model)
     mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (transform.mean, transform.std))
     with evaluating(model), torch.inference_mode():
         scores = model(((pixels - mean) / std).to(like.device, like.dtype)).float().cpu()

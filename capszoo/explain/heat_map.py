@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from .._pretrained.facts import label_names
 from .._utils.files import check_numbers_file, write_csv
 from ..errors import CapszooError, NoCapsules, UsageError, unknown_name
-from ..models._inspect import evaluating
+from ..models._inspect import evaluating, first_parameter
 from ..models.routing_pool import RoutingPoolNet
 from ..preprocess import ImageLike, ImageTransform, as_image, model_transform
 from ..scores import probabilities, score_kind
@@ -202,7 +202,7 @@ def explain(
     if not labels:
         raise UsageError(f"{type(model).__name__} has no classes", "create it with num_classes above 0")
     chosen = None if target is None else class_index(target, labels)
-    like = next(model.parameters(), torch.empty(0))  # an exported file has none
+    like = first_parameter(model)
     batch = x[None].to(like.device, like.dtype)
     with evaluating(model):
         if method == "couplings":

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import List
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 #: Modules that calls keep in eval mode, by their ids: the number of these calls, and the mode before the first.
 _IN_USE: dict[int, tuple[int, bool]] = {}
@@ -55,6 +56,11 @@ def routing_iterations(model: nn.Module) -> list[int]:
     """The distinct iteration counts of a model's routings, ascending; empty without routing."""
     counts = {getattr(module, name) for module in model.modules() for name in iteration_attributes(module)}
     return sorted(counts)
+
+
+def first_parameter(model: nn.Module) -> Tensor:
+    """For the device and the type of a model's input; an exported file has no parameters, and runs on the CPU."""
+    return next(model.parameters(), torch.empty(0))
 
 
 def frozen_modules(net: nn.Module) -> List[nn.Module]:

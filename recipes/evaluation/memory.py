@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from capszoo.models._inspect import evaluating
+from capszoo.models._inspect import evaluating, first_parameter
 
 #: Bytes that an evaluation on a CPU takes at most, also where there is more memory.
 MOST_BYTES = 5 * 10**9
@@ -49,10 +49,6 @@ class _PeakMemory(TorchDispatchMode):
         self.peak = max(self.peak, self.now)
 
 
-def _first_parameter(net: nn.Module) -> Tensor:
-    return next(net.parameters(), torch.empty(0))  # an exported file has none, and runs on the CPU
-
-
 def memory_per_image(net: nn.Module, input_size: tuple[int, ...]) -> float:
     """Bytes of activations of a forward pass in eval mode, for each image, from a pass of two blank ones.
 
@@ -60,7 +56,7 @@ def memory_per_image(net: nn.Module, input_size: tuple[int, ...]) -> float:
         net: on its device.
         input_size: channels, height and width.
     """
-    like = _first_parameter(net)
+    like = first_parameter(net)
     images = torch.zeros(_IMAGES, *input_size, device=like.device, dtype=like.dtype)
     images = images.contiguous(memory_format=torch.channels_last)
     with evaluating(net), torch.no_grad(), torch.random.fork_rng(devices=[]), _PeakMemory() as memory:
@@ -91,7 +87,7 @@ def available_memory(device: torch.device) -> int | None:
 
 def fitting_images(net: nn.Module, input_size: tuple[int, ...]) -> int:
     """Images of a forward pass that take at most half of the available memory, and at most 5 GB on a CPU."""
-    device = _first_parameter(net).device
+    device = first_parameter(net).device
     available = available_memory(device)
     budgets = [available / 2] if available is not None else []
     budgets += [MOST_BYTES] if device.type != "cuda" or not budgets else []

@@ -48,8 +48,8 @@ from capszoo.layers.engine import Engine, Reference, RoutingLayer
 from capszoo.layers.engine_choice import TARGETS, record_engines, use_engines
 from capszoo.layers.idpa.blocked import idpa_pass
 from capszoo.layers.tuning import TUNING, tuned
+from tests.support import LargestTensor
 from tests.support.errors import refuses
-from tests.support.layers import Largest
 
 F64 = torch.float64
 #: largest deviation of an engine from the reference, as a share of the largest value
@@ -510,12 +510,12 @@ def test_keeps_no_votes(case: Case, engine: type[Engine]) -> None:
         return t
 
     with tuned(**case.tuning), use_engines(engine.name), record_engines() as choices:
-        with Largest() as seen, torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        with LargestTensor() as seen, torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
             module(*x)
     used = [choice.call for choice in choices if choice.engine is engine]
     most = max(call.votes for call in used)
     floor = max(call.routings * call.children * call.child_dim for call in used)
-    assert seen.numbers < max(most, floor + 1) or seen.numbers <= floor
+    assert seen.numel < max(most, floor + 1) or seen.numel <= floor
     if most > 2 * floor:
         assert max(saved.values()) <= max(most // 2, floor)
 

@@ -7,7 +7,8 @@ import torch
 
 from capszoo.layers import HeinsenRouting
 from tests.reference import heinsen as naive
-from tests.support.layers import Largest, assert_same, shaken
+from tests.support import LargestTensor
+from tests.support.layers import assert_same, shaken
 
 F64 = torch.float64
 
@@ -37,9 +38,9 @@ def test_layer_equals_the_procedure(in_caps: int, num_iters: int, out_caps: int,
 
 def test_no_vote_is_formed() -> None:
     layer = HeinsenRouting(50, 8, 20, 16)
-    with Largest() as seen:
+    with LargestTensor() as seen:
         layer(torch.randn(3, 50, 8))
-    assert seen.numbers == 3 * 50 * 20 < 3 * 50 * 20 * 16
+    assert seen.numel == 3 * 50 * 20 < 3 * 50 * 20 * 16
 
 
 def test_parameters_are_those_of_the_release() -> None:

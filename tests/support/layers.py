@@ -6,8 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._library.custom_ops import OPDEFS
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from capszoo.layers import ConvIDPA, DynamicRouting
@@ -64,17 +62,3 @@ def dense_transforms(layer: DynamicRouting) -> Tensor:
     """``[i, d, j * e]`` as ``[i, j, e, d]``."""
     weight = layer.weight.reshape(layer.in_caps, layer.in_dim, layer.out_caps, layer.out_dim)
     return weight.permute(0, 2, 3, 1)
-
-
-class Largest(TorchDispatchMode):
-    """Numbers in the largest result of any operator, and of one of our own operators' buffers."""
-
-    numbers = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "capszoo":
-            with self:  # what an operator of ours calls is seen, too
-                return OPDEFS[func._schema.name]._init_fn(*args, **(kwargs or {}))
-        out = func(*args, **(kwargs or {}))
-        self.numbers = max([self.numbers, *(t.numel() for t in tree_leaves(out) if isinstance(t, Tensor))])
-        return out
