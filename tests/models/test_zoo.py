@@ -260,11 +260,12 @@ def training_growth(name: str, batch: int = 4, steps: int = 8) -> float:
 KEEPERS = ("capsnet_dynamic", "capsnet_em_norb_small", "cnn_routingpool", "encapnet6_master", "idpa_cnn")
 
 
-#: Not EncapNets of 180 M parameters, whose layers are v1's: a dozen steps of theirs take a quarter of an hour.
-TRAINED = [name for name in NAMES if name not in ("encapnet_v2", "encapnet_v3")]
+#: Not EncapNets of 180 M parameters, whose layers are v1's: a dozen training steps of theirs take a quarter of an hour,
+#: and half precision minutes on a CPU without its units.
+LIGHTER = [name for name in NAMES if name not in ("encapnet_v2", "encapnet_v3")]
 
 
-@pytest.mark.parametrize("name", slow_unless(("idpa_cnn",), TRAINED))
+@pytest.mark.parametrize("name", slow_unless(("idpa_cnn",), LIGHTER))
 def test_training_keeps_nothing(name: str) -> None:
     assert training_growth(name, batch=4 if name in KEEPERS else 2) < 24
 
@@ -344,7 +345,7 @@ def test_finite_float32(name: str, train: bool) -> None:
         _check_finite(model, kind, torch.float32, train)
 
 
-@pytest.mark.parametrize("name", slow_unless(PER_ROUTING, NAMES))
+@pytest.mark.parametrize("name", slow_unless(PER_ROUTING, LIGHTER))
 @pytest.mark.parametrize(
     ("dtype", "kinds"),
     [
@@ -382,8 +383,10 @@ def test_each_image_has_scores_of_its_own(name: str) -> None:
         together, again, other = model(x), model(x), model(images(model, 3, seed=2))
         alone = torch.cat([model(x[i : i + 1]) for i in range(3)])
     assert torch.equal(together, again)
-    assert relative_difference(together, alone) < 1e-4
-    assert relative_difference(together, other) > 1e-4, "more than rounding"
+    rounding = relative_difference(together, alone)
+    assert rounding < 1e-4
+    # an untrained EncapNet's scores differ in the fifth digit alone
+    assert relative_difference(together, other) > max(10 * rounding, 1e-5)
     assert model(x[:0]).shape == (0, model.num_classes)
     with torch.inference_mode():
         assert model(x[:0]).shape == (0, model.num_classes)
