@@ -36,7 +36,7 @@ def _source_digest() -> str:
     package, digest = PACKAGE_FOLDER, hashlib.sha256()
     folders = (package / "layers", package / "models", Path(__file__).parent)
     files = [path for folder in folders for path in sorted(folder.rglob("*.py"))]
-    for path in [*files, package / "images.py", package / "preprocess.py"]:
+    for path in [*files, package / "_utils" / "pixels.py", package / "images.py", package / "preprocess.py"]:
         digest.update(path.read_bytes())
     return digest.hexdigest()[:12]
 
@@ -139,9 +139,9 @@ def export_to_cache(
     net = load_model(
         model, device="cpu", **{key: value for key, value in settings.items() if value is not None}
     )
-    shutil.rmtree(
-        entry, ignore_errors=True
-    )  # damaged: a user is not asked to delete a folder of the cache's own
+    if find_cached(model, img_size, routing_iters) is None:
+        # damaged, or none: a user is not asked to delete a folder of the cache's own
+        shutil.rmtree(entry, ignore_errors=True)
     export_bundle(net, entry, source=model, name=Path(model).name)
     return entry
 

@@ -107,7 +107,9 @@ def compile_program(
         try:
             made = torch._inductor.aoti_compile_and_package(program, package_path=str(path))
         except Exception as e:  # inductor raises many kinds
-            raise ExportError(f"AOTInductor failed: {first_line(e)}", "it needs a C++ compiler") from e
+            usual = {"win32": "cl", "darwin": "clang++"}.get(sys.platform, "g++")  # inductor's own choice
+            remedy = f"install {usual}" if "CxxCompiler" in str(e) + type(e).__name__ else ""
+            raise ExportError(f"AOTInductor failed: {first_line(e)}", remedy) from e
     return Path(made)
 
 

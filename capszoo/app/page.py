@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from .._pretrained.catalogue import check_model_argument, checkpoints
-from .._utils.choices import EXTRAS
-from ..errors import CapszooError, first_line, require
+from ..errors import CapszooError, first_line
 from .model import MAX_FILE_MB, MAX_ITERATIONS, Answer, AppModel, read_drawing, read_upload
 from .pictures import (
     PICTURE,
@@ -426,9 +425,8 @@ def run(
         browser: open the page in a browser.
 
     Raises:
-        CapszooError: an extra is missing, a model cannot be used, or the port is taken.
+        CapszooError: a model cannot be used, or the port is taken.
     """
-    require("the app", EXTRAS["app"][0], "app")
     for name in names:
         check_model_argument(name)
     stored = [name for name, info in checkpoints().items() if not info.stored_as]

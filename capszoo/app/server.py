@@ -19,8 +19,7 @@ import time
 from collections import Counter
 from typing import Any
 
-from .._utils.choices import EXTRAS
-from ..errors import CapszooError, first_line, require
+from ..errors import CapszooError, first_line
 from ..images import open_image
 from ..scores import ImagePrediction, ScoredClass
 from .model import MAX_FILE_MB, MAX_PIXELS, AppModel
@@ -263,9 +262,8 @@ def serve(name: str, host: str = "127.0.0.1", port: int = 8000, queue: int = 64)
         queue: maximum number of active and waiting requests.
 
     Raises:
-        CapszooError: an extra is missing, the model cannot be used, or the address is taken.
+        CapszooError: the model cannot be used, or the address is taken.
     """
-    require("serving", EXTRAS["serve"][0], "serve")
     import uvicorn
 
     try:  # before the export, which takes its time

@@ -7,6 +7,8 @@ from typing import Annotated
 import typer
 
 from .._pretrained.catalogue import check_model_argument
+from .._utils.choices import EXTRAS
+from ..errors import require
 from .common import ExportedArgument, complete_model, note
 
 
@@ -30,6 +32,7 @@ def app_command(
     browser: Annotated[bool, typer.Option("--browser", help="Open the page in a browser.")] = False,
 ) -> None:
     """Serve a page to draw digits and see couplings, capsules and reconstructions."""
+    require("the app", EXTRAS["app"][0], "app")
     from ..app.page import run
 
     if host not in ("127.0.0.1", "localhost", "::1"):
@@ -52,6 +55,7 @@ def serve_command(
 ) -> None:
     """Serve a model's exported file over HTTP, to try it out. For production use Triton: `capszoo export --triton`."""
     check_model_argument(model, exported=True)
+    require("serving", EXTRAS["serve"][0], "serve")
     from ..app.server import serve
 
     note("one process, to try a model out; for load use Triton (`capszoo export --triton`)")

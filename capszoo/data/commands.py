@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from .._utils.files import expanded, read_json_object
+from ..errors import WeightsError
 from .download import fetch, remote_files
 from .errors import DataError
 from .folders import find_splits
@@ -90,9 +91,13 @@ def fetch_set(name: str, to: str | Path) -> str:
 
 def _read_accuracies(path: Path) -> dict[str, float]:
     """Top-1 accuracy by class from a JSON file."""
-    accuracies = read_json_object(path)
+    expected = 'an accuracy for each class is expected, {"n01440764": 0.75, …}'
+    try:
+        accuracies = read_json_object(path)
+    except WeightsError as error:
+        raise DataError(f"{str(error).removesuffix(': the file is damaged')}: {expected}") from error
     if not accuracies:
-        raise DataError(f'{path}: expected an accuracy for each class, {{"n01440764": 0.75, …}}')
+        raise DataError(f"{path} is empty: {expected}")
     for kind, share in accuracies.items():
         if not isinstance(share, (int, float)) or not 0 <= share <= 1:
             raise DataError(f"{path}: the accuracy of {kind} is {str(share)[:60]}, not a number in 0..1")

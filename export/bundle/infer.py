@@ -206,9 +206,10 @@ def show(results: list[dict[str, Any]], kind: str, as_json: bool) -> None:
                 print(printable(f"{entry['image']}  {scored['label']}  {shown}"))
         return
     document = {"score_kind": kind, "results": results}
-    text = json.dumps(document, indent=1, ensure_ascii=False)
+    other = (sys.stdout.encoding or "utf-8").lower().replace("-", "") != "utf8"  # JSON files are UTF-8
+    text = json.dumps(document, indent=1, ensure_ascii=other)
     try:
-        text.encode(sys.stdout.encoding or "utf-8")
+        text.encode("utf-8")
     except UnicodeEncodeError:
         text = json.dumps(document, indent=1)
     print(text)

@@ -25,7 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from capszoo.data import DataError, ImageSet, load_dataset
+from capszoo.data import PREFIXES, DataError, ImageSet, load_dataset
+from capszoo.data.folders import find_splits
 from capszoo.errors import NoCapsules, require
 from capszoo.explain.routing_stats import coupling_entropy
 from capszoo.scores import probabilities, score_kind
@@ -68,7 +69,7 @@ def require_auroc() -> None:
 def other_images(
     target: EvalTarget, name: str, data: str | Path | None, limit: int | None, seed: int
 ) -> ImageSet:
-    """Test images of another data set at the size of the model's.
+    """Test images of another data set at the size of the model's; its other images if it has no such split.
 
     Raises:
         DataError: the set is missing, is the model's own, or has other channels.
@@ -77,7 +78,9 @@ def other_images(
     if name == spec.name:
         raise DataError(f"{name} is the data set itself", "name another one, such as fashion_mnist for mnist")
     height, width = spec.input_size[1:]
-    images = drawn(load_dataset(name, "test", data, size=(height, width)), limit, seed).fixed()
+    splits = find_splits(name, data) if name.startswith(tuple(PREFIXES)) else {"test"}
+    split = next((split for split in ("test", "val") if split in splits), "train")
+    images = drawn(load_dataset(name, split, data, size=(height, width)), limit, seed).fixed()
     assert isinstance(images, ImageSet)
     if images.spec.input_size[0] != spec.input_size[0]:
         raise DataError(

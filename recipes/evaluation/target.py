@@ -459,7 +459,9 @@ def _read_split(
         return load(wanted)
     if (trained.validation or ("own" if "val" in splits else "carved")) == "own":
         return replace(load("val"), split="validation")
-    held_out = trained.val_size or 0
+    held_out = trained.val_size
+    if held_out == 0:
+        raise DataError(f"training held out no images of {dataset}: use --split test or train")
     if not held_out:
         raise DataError(
             f"it is not known which images of {dataset} training held out: give the folder of the run as MODEL and the "

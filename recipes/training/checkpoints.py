@@ -114,6 +114,8 @@ class _Position(BaseModel):
 
 def _read_position(folder: Path) -> dict[str, Any]:
     state: dict[str, Any] = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+    if not isinstance(state, dict):
+        raise ValueError("state.json holds no object")
     try:
         _Position.model_validate(state)
     except ValidationError as error:

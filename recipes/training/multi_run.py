@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from capszoo._utils.files import write_atomically
+from capszoo._utils.files import not_writable, write_atomically
 from capszoo._utils.process import is_quiet
 from capszoo.data.folders.common import usable_cores
 
@@ -140,7 +140,9 @@ def run_jobs(jobs: Sequence[Job], parallel: int | None = None) -> None:
                     try:
                         processes.append(_start(job, environment))
                     except OSError as error:
-                        unstarted.append(f"cannot start {job.out.name}: {job.log}: {error.strerror or error}")
+                        unstarted.append(
+                            f"cannot start {job.out.name}: {not_writable(job.out.parent, error)}"
+                        )
                         continue
                     console.print(f"{job.out.name}: started, printing to {job.log}", soft_wrap=True)
                 _tell(processes, console)

@@ -58,7 +58,7 @@ def check_run(recipe: Recipe, out: Path, resume: bool) -> None:
         old = read_yaml(before.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, YamlError) as error:
         reason = getattr(error, "strerror", None) or "damaged"
-    if not isinstance(old, dict) or not old:
+    if not isinstance(old, dict) or not isinstance(old.get("data") or {}, dict) or not old:
         raise TrainingError(f"cannot read {before}: {reason}: put it back, or choose another --out")
     with suppress(ValueError):  # a run of an earlier version lacks newer keys
         old = Recipe.model_validate(old).model_dump(mode="json")

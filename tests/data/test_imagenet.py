@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from capszoo.data import DataError, load_dataset
+from capszoo.data.commands import _read_accuracies
 from capszoo.data.imagenet import Ilsvrc, build, class_accuracies, hardest, load_judge
 from tests.support.command import fails, succeeds
 from tests.support.errors import refuses
@@ -62,6 +63,14 @@ class Judge(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         assert images.shape[1:] == (3, 224, 224)
         return torch.eye(3)[[next(self.answers) for _ in images]]
+
+
+@pytest.mark.parametrize("content", ["[0.5]", "x", "{}", '{"n01440764": 5}', None])
+def test_accuracies_of_another_shape(tmp_path: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / "a.json").write_text(content)
+    with refuses(DataError, names=["a.json", "n01440764"]):
+        _read_accuracies(tmp_path / "a.json")
 
 
 def test_accuracies_choose_the_classes(ilsvrc: Path) -> None:

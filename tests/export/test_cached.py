@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -80,7 +81,12 @@ def test_both_runtimes_answer_the_same(cache: Path, images: list[Path], options:
 
 def test_changed_code_exports_again(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CAPSZOO_CACHE", str(cache))
-    assert find_cached(MODEL) is not None
+    entry = find_cached(MODEL)
+    assert entry is not None
+    monkeypatch.setattr("capszoo.export.bundle.export_bundle", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        export_to_cache(MODEL)
+    assert find_cached(MODEL) == entry, "another process may have exported it meanwhile"
     monkeypatch.setattr(cached, "_source_digest", lambda: "changed")
     assert find_cached(MODEL) is None
 

@@ -58,6 +58,7 @@ def test_from_a_local_backbone_to_predict_explain_and_export(
         (["--backbone", "resnet10t", "--head", "ipda"], ["ipda", "idpa"]),
         (["--backbone", "resnt10t"], ["resnt10t", "resnet10t"]),
         ([], ["MODEL", "--backbone"]),
+        (["resnet20_avg.cifar10"], ["resnet20_avg.cifar10_avg"]),
         (["resnet20_routingcaps.mnist", "--backbone", "resnet10t"], ["MODEL", "--backbone"]),
     ],
 )

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from capszoo.data import DataError, ImageSet
+from capszoo.metadata import DataRecord
 from capszoo.recipes.config import load_recipe
-from capszoo.recipes.evaluation.target import prepare
+from capszoo.recipes.evaluation.target import _read_split, prepare
 from capszoo.recipes.finetune import finetune
 from capszoo.recipes.training import setup
 from tests.support import packed
@@ -138,3 +140,10 @@ def test_val_is_not_the_test_set_of_a_run_that_validates_on_it(digits: ImageSet,
     write_photos(digits, folder / "test", {"one": 4, "three": 4}, 8)
     found = setup.load_data(load_recipe(tree), None)
     assert found.test is not None and found.fingerprints["test"] != found.fingerprints["val"]
+
+
+def test_a_run_that_held_out_nothing_says_so() -> None:
+    data, load = DataRecord(name="mnist", val_size=0), Mock()
+    with refuses(DataError, names=["mnist", "--split test"]) as caught:
+        _read_split("mnist", "val", None, data, load, None)
+    assert "MODEL" not in str(caught.value) and not load.called

@@ -301,7 +301,9 @@ def open_h_imagenet(
     try:
         manifest = read_json_object(folder / "h_imagenet.json")
         expected = manifest["counts"]["train" if split == "train" else "val"]
-    except (WeightsError, KeyError, TypeError) as error:
+    except WeightsError as error:
+        raise DataError(f"{error}: build the set again") from error
+    except (KeyError, TypeError) as error:
         raise DataError(f"{folder / 'h_imagenet.json'} is damaged ({error}): build the set again") from error
     images = open_images(spec.name, folder, split, reading, spec)
     if not reading.skipped and len(images) != expected:

@@ -208,16 +208,18 @@ def test_infer_holds_a_batch_of_images_at_a_time(
     assert ["error" in one for one in results] == [False, True, True, True, False, False, False]
 
 
-@pytest.mark.parametrize("as_json", [True, False])
+@pytest.mark.parametrize(("as_json", "encoding"), [(True, "ascii"), (True, "cp1252"), (False, "ascii")])
 def test_infer_prints_names_that_stdout_cannot_hold(
-    zeros: tuple[Any, _Zeros], monkeypatch: pytest.MonkeyPatch, as_json: bool
+    zeros: tuple[Any, _Zeros], monkeypatch: pytest.MonkeyPatch, as_json: bool, encoding: str
 ) -> None:
-    out = io.TextIOWrapper(io.BytesIO(), "ascii", errors="strict")
+    out = io.TextIOWrapper(io.BytesIO(), encoding, errors="strict")
     monkeypatch.setattr(sys, "stdout", out)
+    if encoding == "cp1252":
+        zeros[1].labels = ("\xfc", "b")
     assert zeros[0].main([str(ASSETS / "digit_3.png"), *(["--json"] if as_json else [])]) == 0
     said = out.buffer.getvalue().decode()
     if as_json:
-        assert json.loads(said)["results"][0]["predictions"][0]["label"] == "a\udce9"
+        assert json.loads(said)["results"][0]["predictions"][0]["label"] == zeros[1].labels[0]
     else:
         assert r"a\udce9" in said
 

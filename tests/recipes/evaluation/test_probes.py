@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib.util
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 from capszoo.data import DATASETS, DataError, ImageSet
@@ -165,7 +167,7 @@ def test_dark_images_are_told_from_bright_ones() -> None:
     assert areas["max activation"] == 1 and areas["coupling entropy"] == 0.5
 
 
-def test_other_data_sets_must_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_data_sets_must_fit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with refuses(DataError, names=["mnist"]):
         other_images(target(images(4)), "mnist", None, None, 0)
 
@@ -173,6 +175,11 @@ def test_other_data_sets_must_fit(monkeypatch: pytest.MonkeyPatch) -> None:
         spec = replace(DATASETS["cifar10"], input_size=(3, SIDE, SIDE))
         return ImageSet(spec, "test", torch.zeros(4, 3, SIDE, SIDE, dtype=torch.uint8), torch.zeros(4).long())
 
+    for name in ("cat", "dog"):  # images by class without splits
+        (tmp_path / "flat" / name).mkdir(parents=True)
+        Image.new("L", (20, 20), 9).save(tmp_path / "flat" / name / "0.png")
+    found = other_images(target(images(4)), f"imagefolder:{tmp_path / 'flat'}", None, None, 0)
+    assert len(found) == 2 and found.spec.input_size == (1, SIDE, SIDE)
     monkeypatch.setattr(outliers_module, "load_dataset", colour)
     with refuses(DataError, names=["cifar10", 3, 1]):
         other_images(target(images(4)), "cifar10", None, None, 0)

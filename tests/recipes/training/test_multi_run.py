@@ -98,6 +98,9 @@ def test_mistakes_are_found_before_anything_starts(tmp_path: Path, data: Path) -
     with refuses(RecipeError, names=["epoch"]):
         train_together([first, second], ["epoch=1"], tmp_path / "runs")
     assert not (tmp_path / "runs").exists()
+    (tmp_path / "file").touch()
+    with refuses(TrainingError, names=["file", "another place"]):
+        train_together([first, second], out=tmp_path / "file")
     fails(2, "train", "idpa_cnn.mnist", "resnet20_routingcaps.mnist", names=["2", "--together"])
 
 

@@ -200,7 +200,7 @@ def test_keys_that_change_no_update_may_differ(tiny_mnist: Path, tmp_path: Path)
     assert len(read_sessions(tmp_path / "run")) == 2 and "sessions" not in metadata(done), "one machine"
 
 
-@pytest.mark.parametrize("content", [b"", b"null", b"- a", b"text", b"{}", b"\xff\xfe", b"[", None])
+@pytest.mark.parametrize("content", [b"", b"null", b"- a", b"data: a", b"{}", b"\xff\xfe", b"[", None])
 @pytest.mark.parametrize("trace", ["checkpoints", "metrics.jsonl", "sessions.json"])
 def test_a_run_without_its_recipe_is_not_continued(tmp_path: Path, content: bytes | None, trace: str) -> None:
     check_run(tiny_recipe(), tmp_path, resume=True)  # of an empty folder
@@ -209,6 +209,17 @@ def test_a_run_without_its_recipe_is_not_continued(tmp_path: Path, content: byte
         (tmp_path / "recipe.yaml").write_bytes(content)
     with pytest.raises(TrainingError, match=r"^[^\n]*recipe.yaml[^\n]*$"):
         check_run(tiny_recipe(), tmp_path, resume=True)
+
+
+@pytest.mark.parametrize("history", [{}, {"epoch": []}, {"epoch": [None]}])
+def test_a_finished_run_without_a_history_is_finished(
+    tiny_mnist: Path, tmp_path: Path, history: dict[str, Any]
+) -> None:
+    done = train(tiny_recipe(), out=tmp_path / "run", data=tiny_mnist)
+    path = done["weights"].with_suffix(".json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"history": history}))
+    again = train(tiny_recipe(), out=tmp_path / "run", data=tiny_mnist)
+    assert again["finished"] and again["epoch"] == done["epoch"]
 
 
 def test_a_run_may_go_on_in_another_precision_and_states_both(
