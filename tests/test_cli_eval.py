@@ -235,6 +235,9 @@ def test_the_recorded_folder_does_not_replace_a_wrong_one(tmp_path: Path) -> Non
     with refuses(DataError, names=["missing", "folder"]):
         locate("imagefolder:photos", str(tmp_path / "photos"), tmp_path / "missing")
     assert locate("imagefolder:photos", "photos", tmp_path) == tmp_path / "photos"
+    (tmp_path / "train-0.tar").touch()
+    with refuses(DataError, names=["train-0.tar", "is a file"]):
+        locate("wds:train-0.tar", "train-0.tar", tmp_path)
 
 
 @pytest.mark.parametrize("channels", [1, 3])

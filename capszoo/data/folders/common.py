@@ -50,6 +50,8 @@ def locate(
     exists = Path.is_dir if what == "folder" else Path.is_file
     found = next(filter(exists, places), None)
     if found is None:
+        if other := next((place for place in places if place.exists()), None):
+            raise DataError(f"{name}: {other} is a {'file' if other.is_file() else 'folder'}: name a {what}")
         raise DataError(f"{name}: no such {what}: {', '.join(dict.fromkeys(map(str, places)))}")
     return found
 
