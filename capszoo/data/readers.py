@@ -415,7 +415,7 @@ def _parquet_table(path: Path) -> tuple[Any, str, str]:
         if whole > 2 * MAX_FILE_BYTES or groups.num_rows > MAX_FILE_BYTES // 8:
             raise DataError(f"{path} unpacks to {whole:,} bytes, too much for memory: use hf:{path.parent}")
         table = _read_columns(path, [image_column, label_column], whole)
-    except (OSError, pa.ArrowException) as error:
+    except (OSError, pa.ArrowException, UnicodeError) as error:  # names of columns that are no text
         reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
         raise DataError(f"{path} is not a readable parquet file: {reason}") from error
     kind = table.schema.field(label_column).type
