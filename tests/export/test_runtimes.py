@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -209,8 +210,11 @@ def triton_server(repository: Path, folder: Path) -> Iterator[str]:
 
 def asked(address: str, question: dict[str, Any] | None = None) -> dict[str, Any]:
     data = None if question is None else json.dumps(question).encode()
-    with urllib.request.urlopen(urllib.request.Request(address, data=data)) as answer:
-        return json.load(answer)
+    try:
+        with urllib.request.urlopen(urllib.request.Request(address, data=data)) as answer:
+            return json.load(answer)
+    except urllib.error.HTTPError as error:
+        pytest.fail(f"{error}: {error.read().decode()}")
 
 
 def test_triton_serves_a_bundle(tmp_path: Path) -> None:
