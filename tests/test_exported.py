@@ -35,12 +35,13 @@ from tests.support.toys import ToyCaps
 MODEL = "resnet20_routingcaps.mnist"
 
 
-@pytest.fixture(scope="module")
+# of the session: workers that take tests from each other would leave the module, and export again
+@pytest.fixture(scope="session")
 def net() -> torch.nn.Module:
     return load_model(MODEL, device="cpu")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def files(net: torch.nn.Module, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The model as a file, as one that normalises itself and serves batches of 2 to 3, and as a bundle."""
     folder = tmp_path_factory.mktemp("exported")
