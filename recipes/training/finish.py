@@ -31,7 +31,7 @@ def result_of_finished(run: Run) -> dict[str, Any] | None:
     if metadata is None or (run.data.test is not None) != ("test" in measured):
         return None
     # checkpoints may be deleted; `check_run` compared the recipes
-    epochs = [epoch for epoch in metadata.get("history", {}).get("epoch", ()) if epoch is not None]
+    epochs = [epoch for epoch in (metadata.get("history") or {}).get("epoch", ()) if epoch is not None]
     epoch = int(epochs[-1]) if epochs else run.recipe.epochs
     weights = run.out / f"{metadata['architecture']}.{metadata['tag']}.safetensors"
     if sha256_of(weights) != metadata["sha256"]:

@@ -211,9 +211,9 @@ def test_a_run_without_its_recipe_is_not_continued(tmp_path: Path, content: byte
         check_run(tiny_recipe(), tmp_path, resume=True)
 
 
-@pytest.mark.parametrize("history", [{}, {"epoch": []}, {"epoch": [None]}])
+@pytest.mark.parametrize("history", [None, {}, {"epoch": []}, {"epoch": [None]}])
 def test_a_finished_run_without_a_history_is_finished(
-    tiny_mnist: Path, tmp_path: Path, history: dict[str, Any]
+    tiny_mnist: Path, tmp_path: Path, history: dict[str, Any] | None
 ) -> None:
     done = train(tiny_recipe(), out=tmp_path / "run", data=tiny_mnist)
     path = done["weights"].with_suffix(".json")
