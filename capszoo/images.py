@@ -26,12 +26,12 @@ from ._utils.pixels import (
     ValueRange,
     fit_drawing,
     flatten,
+    grey_or_rgb,
     looks_inverted,
     open_upright,
     pad_to,
     resize_and_crop,
     scales,
-    to_8_bits,
     upright,
 )
 from .errors import CapszooError, UsageError
@@ -276,10 +276,8 @@ def to_mode(
     Raises:
         CapszooError: it has more than 8 bits, and which values are black and white is not known.
     """
-    mode = "L" if channels == 1 else "RGB"
     with one_line_errors(name):
-        image, _ = flatten(to_8_bits(image, value_range)[0], default_background(channels), channels)
-    return image if image.mode == mode else image.convert(mode)
+        return grey_or_rgb(image, channels, default_background(channels), value_range)[0]
 
 
 def cropped_share(

@@ -23,6 +23,7 @@ from torch import nn
 
 from capszoo import images
 from capszoo._utils import pixels
+from capszoo._utils.choices import BACKGROUNDS
 from capszoo._utils.pixels import to_8_bits
 from capszoo.data import DataError
 from capszoo.data.readers import decode_image, look_at_set
@@ -136,6 +137,10 @@ def test_a_bundle_has_the_options_of_the_package(infer, tmp_path: Path, channels
             pixels, said = infer.read(path, _spec(trained), **options)
             np.testing.assert_allclose(pixels, trained.normalise(view).numpy(), atol=1e-6)
             assert said == list(notes)
+
+
+def test_every_background_has_a_value() -> None:
+    assert tuple(pixels.BACKGROUNDS) == BACKGROUNDS
 
 
 def test_floats_of_either_range_are_the_same_picture(tmp_path: Path) -> None:

@@ -27,8 +27,8 @@ EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
 #: Experiment trackers, by Accelerate's names.
 TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
 
-#: Backgrounds and their values.
-BACKGROUNDS = {"black": 0, "white": 255}
+#: Backgrounds; ``capszoo._utils.pixels`` has their values (a test compares the two).
+BACKGROUNDS = ("black", "white")
 
 
 def check_background(name: str | None) -> str | None:

@@ -413,7 +413,7 @@ def read_json_object(path: str | Path) -> dict[str, Any]:
     except OSError as e:
         raise WeightsError(f"{path}: cannot be read ({e.strerror or e})") from e
     except (ValueError, RecursionError) as e:  # JSONDecodeError, UnicodeDecodeError, a number of 5,000 digits
-        raise WeightsError(f"{path}: not readable as JSON ({first_line(e)}): the file is damaged") from e
+        raise WeightsError(f"{path}: not readable as JSON ({first_line(e)})", "the file is damaged") from e
     if not isinstance(raw, dict):
-        raise WeightsError(f"{path}: holds no JSON object: the file is damaged")
+        raise WeightsError(f"{path}: holds no JSON object", "the file is damaged")
     return raw

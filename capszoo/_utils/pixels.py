@@ -326,6 +326,16 @@ def flatten(image: Image.Image, background: str, channels: int) -> tuple[Image.I
     return flat, note
 
 
+def grey_or_rgb(
+    image: Image.Image, channels: int, background: str, value_range: ValueRange | None = None
+) -> tuple[Image.Image, str, str]:
+    """A picture in grey (1 channel) or RGB (3), and the notes of ``to_8_bits`` and ``flatten``."""
+    image, depth = to_8_bits(image, value_range)
+    image, note = flatten(image, background, channels)
+    mode = "L" if channels == 1 else "RGB"
+    return image if image.mode == mode else image.convert(mode), depth, note
+
+
 def looks_inverted(image: Image.Image, mean: Sequence[float]) -> str:
     """A note if a grey picture is bright with a bright edge, but training images are dark; else empty.
 
@@ -397,9 +407,7 @@ def view(
     fit: bool = False,
 ) -> tuple[Image.Image, tuple[str, ...]]:
     """An upright image as a model sees it, and notes on how it was read; see ``capszoo.preprocess.ImageTransform``."""
-    image, depth = to_8_bits(image, value_range)
-    image, note = flatten(image, background, channels)
-    image = image.convert("L" if channels == 1 else "RGB")
+    image, depth, note = grey_or_rgb(image, channels, background, value_range)
     image = ImageChops.invert(image) if invert else image
     whole = (image.height, image.width) == size
     inner = size if object_size is None or (whole and not fit) else object_size

@@ -189,7 +189,7 @@ def _check_model(name: str) -> None:
     try:
         check_model_argument(name)
     except UnknownModel as error:
-        known = architectures()  # of a typo, or of another tag, for which timm is not loaded
+        known = architectures()  # timm need not be loaded for a typo or a tag that does not exist
         if name.partition(".")[0] in known or get_close_matches(name, known, cutoff=0.9):
             raise
         from timm.models import is_model

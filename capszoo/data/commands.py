@@ -95,9 +95,9 @@ def _read_accuracies(path: Path) -> dict[str, float]:
     try:
         accuracies = read_json_object(path)
     except WeightsError as error:
-        raise DataError(f"{str(error).removesuffix(': the file is damaged')}: {expected}") from error
+        raise DataError(error.message, expected) from error
     if not accuracies:
-        raise DataError(f"{path} is empty: {expected}")
+        raise DataError(f"{path} is empty", expected)
     for kind, share in accuracies.items():
         if not isinstance(share, (int, float)) or not 0 <= share <= 1:
             raise DataError(f"{path}: the accuracy of {kind} is {str(share)[:60]}, not a number in 0..1")

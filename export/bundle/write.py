@@ -108,7 +108,7 @@ def export_bundle(
 def stand_alone_script() -> str:
     """``infer.py`` with the source of ``capszoo._utils.pixels`` in place of its import, so that it stands alone."""
     script = Path(__file__).with_name("infer.py").read_text(encoding="utf-8")
-    before, line, after = re.split(r"^(from capszoo\._utils\.pixels import .*\n)", script, flags=re.MULTILINE)
+    before, after = re.split(r"^from capszoo\._utils\.pixels import .*\n", script, flags=re.MULTILINE)
     source = inspect.getsource(pixels).split("from __future__ import annotations\n", 1)[1]
     return (
         f"{before}# The module capszoo._utils.pixels of capszoo {__version__}.\n{source.strip()}\n\n{after}"

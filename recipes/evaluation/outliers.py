@@ -69,7 +69,7 @@ def require_auroc() -> None:
 def other_images(
     target: EvalTarget, name: str, data: str | Path | None, limit: int | None, seed: int
 ) -> ImageSet:
-    """Test images of another data set at the size of the model's; its other images if it has no such split.
+    """Test images of another data set at the size of the model's; all images of a set without splits.
 
     Raises:
         DataError: the set is missing, is the model's own, or has other channels.
@@ -78,8 +78,8 @@ def other_images(
     if name == spec.name:
         raise DataError(f"{name} is the data set itself", "name another one, such as fashion_mnist for mnist")
     height, width = spec.input_size[1:]
-    splits = find_splits(name, data) if name.startswith(tuple(PREFIXES)) else {"test"}
-    split = next((split for split in ("test", "val") if split in splits), "train")
+    without_test = name.startswith(tuple(PREFIXES)) and find_splits(name, data) == {"train"}
+    split = "train" if without_test else "test"
     images = drawn(load_dataset(name, split, data, size=(height, width)), limit, seed).fixed()
     assert isinstance(images, ImageSet)
     if images.spec.input_size[0] != spec.input_size[0]:

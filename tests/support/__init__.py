@@ -93,7 +93,7 @@ def load_script(path: Path) -> ModuleType:
 
 
 class LargestTensor(TorchDispatchMode):
-    """Numbers in the storage of the largest tensor that any operator makes, those inside of ours included."""
+    """Counts the elements of the largest tensor's storage; what our own operators call inside is seen, too."""
 
     numel = 0
 
